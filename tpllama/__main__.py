@@ -1,0 +1,5 @@
+"""`python -m tpllama` is `tpllama`."""
+
+from tpllama.cli import main
+
+main()

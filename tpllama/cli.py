@@ -1,0 +1,129 @@
+"""The command line: arguments to one EngineConfig and a command; errors to one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+from tpllama.config import DTYPES, UserError
+from tpllama.quiet import quiet_libraries
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our form of error: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}, see {self.prog} --help")
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """The program. Exits 0 when done, 1 for a failure at run time, 2 for what the user gave."""
+    code = run(sys.argv[1:] if argv is None else argv)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = code or 1
+    # Without the interpreter's teardown: threads of libraries may outlive it and abort.
+    os._exit(code)
+
+
+def run(argv: list[str]) -> int:
+    """Runs one command and returns its exit code."""
+    is_debug = "--debug" in argv
+    if not is_debug:
+        quiet_libraries()
+    try:
+        arguments = build_parser().parse_args(argv)
+        from tpllama import commands
+
+        getattr(commands, arguments.command)(arguments)
+    except UserError as error:
+        return _complain(error, 2, is_debug)
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as end:  # --help, and a follower's end
+        return int(end.code or 0)
+    except BrokenPipeError:
+        # The reader of our output is gone; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the program's boundary: any failure is one line
+        return _complain(error, 1, is_debug)
+    return 0
+
+
+def _complain(error: Exception, code: int, is_debug: bool) -> int:
+    if is_debug:
+        import traceback
+
+        traceback.print_exc()
+    # What the user gave is wrong on every rank alike; only the first says so.
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first or (code == 1 and type(error).__name__ != "RankLost"):
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"tpllama: error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tpllama", description="A Llama, sharded with DTensor, quantized with torchao.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    generate = commands.add_parser("generate", help="complete prompts, or answer them where the model has a template")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="without any, standard input is the prompt")
+    generate.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; - is standard input")
+    generate.add_argument("--raw", action="store_true", help="no chat template")
+    generate.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt")
+    generate.add_argument("--logprobs", type=int, metavar="K", help="with --json: the K likeliest tokens at each place")
+    generate.add_argument("--json", action="store_true", help="one JSON object a line per text")
+    chat = commands.add_parser("chat", help="a conversation in the terminal (/reset, /exit)")
+    plan = commands.add_parser("plan", help="what each layer will become, before any weight is read")
+    plan.add_argument("--json", action="store_true", help="one JSON object")
+    for command in (generate, chat):
+        _add_sampling(command)
+    for command in (generate, chat, plan):
+        _add_common(command)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2", metavar="M", help="directory, .gguf file, hub id org/name, or smollm2")
+    add("--tp", type=int, metavar="N", help="tensor-parallel degree; N ranks are started (not under torchrun)")
+    add("--torchao-config", default="none", metavar="R", help="a quantization recipe, or @file.json: pattern to recipe")
+    add("--quantize-lm-head", action="store_true", help="quantize the output head too")
+    add("--dtype", default="bfloat16", choices=DTYPES)
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--max-seq-len", type=int, metavar="N", help="longest prompt and answer together, in tokens")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--compile", default="auto", choices=("auto", "on", "off"))
+    add("--json-model-override-args", type=_json_object, metavar="JSON", help="merged into the model's config")
+    add("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights from config.json alone")
+    add("--batch-invariant", action="store_true", help="a text does not depend on its company, bit for bit")
+    add("--strict", action="store_true", help="a layer that can't be quantized as asked is an error")
+    add("--debug", action="store_true", help="tracebacks, and warnings of libraries")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--top-k", type=int, default=0, metavar="K", help="0: off")
+    add("--min-p", type=float, default=0.0, metavar="P")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R")
+    add("--stop", action="append", default=[], metavar="S", help="a text that ends the output (repeatable)")
+    add("--ignore-eos", action="store_true")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found invalid JSON ({error}), expected an object") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"found JSON {text[:40]}, expected an object")
+    return value

@@ -1,0 +1,49 @@
+"""One step's work, as the leader describes it to every rank. Plain Python, no torch; small when serialised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpllama.engine.request import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How to choose the token after a chunk. `key` makes the draw's noise its own: seed, sample and position.
+
+    `seen`: the ids that the repetition penalty applies to.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    key: tuple[int, int, int]
+    seen: tuple[int, ...]
+    logprobs: int | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence, from position `start`, kept in cache row `row`; a draw after the last."""
+
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+    draw: Draw | None
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+Batch = tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The token drawn after one chunk."""
+
+    token: int
+    logprobs: TokenLogprobs | None

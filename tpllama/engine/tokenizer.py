@@ -1,0 +1,128 @@
+"""Text to tokens and back: prompts, chat templates, and text that grows token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol
+
+from tpllama.config import UserError
+
+# Decoders give this for bytes that are no complete character (yet).
+_REPLACEMENT = "\ufffd"
+# A UTF-8 character has at most 4 bytes; more tokens than that can't complete one.
+_MAX_HELD_TOKENS = 8
+
+Message = dict[str, Any]
+
+
+class HuggingFaceTokenizer(Protocol):
+    """The part of transformers' tokenizers that is used here."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+    def decode(self, token_ids: SequenceOf[int], **kwargs: Any) -> str: ...
+    def apply_chat_template(self, conversation: list[Message], **kwargs: Any) -> Any: ...
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, or the lack of one: then token ids are served and text is a clear error."""
+
+    def __init__(self, inner: HuggingFaceTokenizer | None) -> None:
+        self._inner = inner
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a tokenizer at all."""
+        return self._inner is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._inner is not None and bool(self._inner.chat_template)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self._inner.eos_token_id if self._inner else None
+        return () if eos is None else (eos,)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a raw prompt, with the special tokens that the tokenizer puts around a text."""
+        return self._given().encode(text)
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """The tokens of a conversation up to where the assistant speaks."""
+        if not self.has_chat_template:
+            raise UserError("found no chat template in the model's tokenizer, expected one, use --raw prompts")
+        rendered = self._given().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self._given().encode(rendered, add_special_tokens=False)
+
+    def decode(self, token_ids: SequenceOf[int]) -> str:
+        """Text without special tokens; empty where there is no tokenizer."""
+        if self._inner is None:
+            return ""
+        return self._inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _given(self) -> HuggingFaceTokenizer:
+        if self._inner is None:
+            raise UserError("found no tokenizer in the checkpoint, expected one for text, give token ids instead")
+        return self._inner
+
+
+class TextStream:
+    """The text of tokens as they come. Pieces never split a character and add up to the whole text.
+
+    A stop string ends the text before it, wherever token borders fall: text that may be the start of one is held
+    back until it is clear.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: SequenceOf[int], stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        # Decoders look at neighbours (a space before a word): the last tokens of the prompt give the first new
+        # one its context.
+        self._ids = list(context[-4:])
+        self._prefix = 0
+        self._read = len(self._ids)
+        self._stop = stop
+        self._held = ""
+        self.text = ""
+        self.is_stopped = False
+
+    def push(self, token: int) -> str:
+        """Adds a token; the text that is now certain."""
+        self._ids.append(token)
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        now = self._tokenizer.decode(self._ids[self._prefix :])
+        is_partial = now.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MAX_HELD_TOKENS
+        if is_partial or len(now) <= len(before):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return self._release(now[len(before) :])
+
+    def finish(self) -> str:
+        """The text that was still held back."""
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        rest = self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
+        piece = self._release(rest) if not self.is_stopped else ""
+        if not self.is_stopped:
+            piece += self._held
+            self.text += self._held
+        self._held = ""
+        return piece
+
+    def _release(self, new: str) -> str:
+        pending = self._held + new
+        found = min((at for at in (pending.find(stop) for stop in self._stop) if at >= 0), default=None)
+        if found is not None:
+            self.is_stopped = True
+            piece, self._held = pending[:found], ""
+        else:
+            held = max((_overlap(pending, stop) for stop in self._stop), default=0)
+            piece, self._held = pending[: len(pending) - held], pending[len(pending) - held :]
+        self.text += piece
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

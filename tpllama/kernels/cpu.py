@@ -1,0 +1,121 @@
+"""Packed linears on ATen's CPU kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpllama.kernels.linear import AgreeMax, quantize_dequantize_tokens, token_range
+
+# Up to this many rows the weight-only int8 kernel beats widening the weight first (bench/results, 2 cores).
+_FEW_ROWS = 8
+
+
+class Int8Linear(nn.Module):
+    """Weight-only int8, one scale per row: int8wo."""
+
+    qdata: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("qdata", qdata)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        # In bfloat16 the kernel reads past the row's end when its length is no multiple of 16.
+        self.kernel_fits = qdata.shape[1] % 16 == 0
+
+    @classmethod
+    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> Int8Linear:
+        return cls(weight.qdata, weight.scale.flatten().to(weight.dtype), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.kernel_fits and rows.shape[0] <= _FEW_ROWS:
+            y = torch.ops.aten._weight_int8pack_mm(rows, self.qdata, self.scale)
+        else:
+            y = torch.mm(rows, self.qdata.t().to(x.dtype)) * self.scale
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+        return rows * columns + rows * dtype.itemsize
+
+
+class Int8DynamicLinear(nn.Module):
+    """Int8 weights with one scale per row, and activations quantized per token, symmetrically: int8dq."""
+
+    qdata: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, qdata: Tensor, scale: Tensor, bias: Tensor | None, agree_max: AgreeMax | None) -> None:
+        super().__init__()
+        self.register_buffer("qdata", qdata)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.agree_max = agree_max
+
+    @classmethod
+    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> Int8DynamicLinear:
+        return cls(weight.qdata, weight.scale.flatten().float(), bias, agree_max)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        low, high = token_range(tokens, self.agree_max)
+        # torchao's symmetric mapping: the larger side of the range fills half of the 256 integers.
+        largest = torch.maximum(-low, high).clamp(min=0).float()
+        token_scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+        quantized = (tokens * (1.0 / token_scale)).round().clamp(-128, 127).to(torch.int8)
+        y = torch._int_mm(quantized, self.qdata.t()).float() * token_scale * self.scale
+        y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+        return rows * columns + rows * 4
+
+
+class Int4Linear(nn.Module):
+    """Int4 weights, two a byte, a scale and a zero per group: int4wo and, with int8 tokens, 8da4w."""
+
+    packed: Tensor
+    scales_and_zeros: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> None:
+        super().__init__()
+        self.group_size: int = weight.block_size[1]
+        self.out_features: int = weight.shape[0]
+        self.dynamic = weight.activation_quantization is not None
+        self.agree_max = agree_max
+        # The kernel computes (q - 8) * scale + zero with q in 0..15; torchao holds q - 8 and an integer zero point.
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.qdata.int() + 8, 1)
+        zero = -weight.zero_point.to(weight.scale.dtype) * weight.scale
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales_and_zeros", torch.stack((weight.scale.t(), zero.t()), dim=-1).contiguous())
+        self.register_buffer("bias", bias)
+
+    @staticmethod
+    def fits(rows: int, columns: int, group_size: int) -> bool:
+        return rows % 16 == 0 and group_size in (32, 64, 128, 256) and columns % group_size == 0
+
+    @classmethod
+    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> Int4Linear:
+        return cls(weight, bias, agree_max)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dynamic:
+            x = quantize_dequantize_tokens(x, self.agree_max)
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group_size, self.scales_and_zeros)
+        y = y if self.bias is None else y + self.bias
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    @staticmethod
+    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+        return rows * columns // 2 + rows * (columns // group_size) * 2 * dtype.itemsize

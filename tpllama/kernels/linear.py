@@ -1,0 +1,85 @@
+"""Linears for any device: plain weights, and quantized ones that are dequantized as they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+AgreeMax = Callable[[Tensor], Tensor]
+
+
+class PlainLinear(nn.Linear):
+    """A linear in the model's dtype."""
+
+    @classmethod
+    def from_neutral(cls, weight: Tensor, bias: Tensor | None, agree_max: AgreeMax | None) -> PlainLinear:
+        with torch.device("meta"):
+            linear = cls(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=False)
+        return linear
+
+    @staticmethod
+    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+        return rows * columns * dtype.itemsize
+
+
+class DequantizingLinear(nn.Module):
+    """A linear on a torchao weight, dequantized on each call: always right, never fast."""
+
+    def __init__(self, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.agree_max = agree_max
+        self.dynamic = getattr(weight, "activation_quantization", None) is not None
+
+    @classmethod
+    def from_neutral(cls, weight: Tensor, bias: Tensor | None, agree_max: AgreeMax | None) -> DequantizingLinear:
+        return cls(weight, bias, agree_max)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self.weight, "act_quant_kwargs", None) is not None:  # float8 activations: torchao's own kernels
+            return F.linear(x, self.weight, self.bias)
+        if self.dynamic:
+            x = quantize_dequantize_tokens(x, self.agree_max)
+        return F.linear(x, self.weight.dequantize(), self.bias)
+
+    @staticmethod
+    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+        scales = rows * (columns // group_size) * (dtype.itemsize + 1) if group_size else rows * 4
+        return rows * columns + scales
+
+
+def token_range(x: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of each token of x [tokens, features], over all ranks that hold a part of it: [tokens, 1]."""
+    extremes = torch.stack((x.amax(-1), -x.amin(-1)))
+    if agree_max is not None:
+        extremes = agree_max(extremes)
+    high, low = extremes.unsqueeze(-1)
+    return -low, high
+
+
+def quantize_dequantize_tokens(x: Tensor, agree_max: AgreeMax | None) -> Tensor:
+    """x as it is after torchao's dynamic int8 quantization, asymmetric, one scale per token (8da4w)."""
+    from torchao.quantization.quant_primitives import (
+        MappingType,
+        choose_qparams_affine,
+        dequantize_affine,
+        quantize_affine,
+    )
+
+    tokens = x.reshape(-1, x.shape[-1])
+    extremes = torch.cat(token_range(tokens, agree_max), dim=1)
+    limits = {"quant_min": -128, "quant_max": 127}
+    scale, zero = choose_qparams_affine(
+        extremes, MappingType.ASYMMETRIC, (1, 2), torch.int8, zero_point_dtype=torch.int8, **limits
+    )
+    block = (1, tokens.shape[1])
+    quantized = quantize_affine(tokens, block, scale, zero, torch.int8, **limits)
+    return dequantize_affine(quantized, block, scale, zero, torch.int8, output_dtype=x.dtype, **limits).reshape(x.shape)

@@ -1,0 +1,72 @@
+"""From neutral weights to the packed linear that a device runs fastest.
+
+`pack` is the last step of loading and is never saved. It looks at the neutral tensor's class alone, so a new
+recipe works at once through `DequantizingLinear`, and gains a kernel when a row of `choose` names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, Int8Linear
+from tpllama.kernels.linear import DequantizingLinear, PlainLinear
+
+Kind = Literal["plain", "int8", "int4", "float8"]
+AgreeMax = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A neutral weight's form: what it holds, the group size of its scales (0: one a row), dynamic activations."""
+
+    kind: Kind = "plain"
+    group_size: int = 0
+    dynamic: bool = False
+
+
+PackedLinear = PlainLinear | DequantizingLinear | Int8Linear | Int8DynamicLinear | Int4Linear
+
+
+def choose(form: Form, rows: int, columns: int, device: str) -> type[PackedLinear]:
+    """The packed linear for a local weight [rows, columns]."""
+    if form.kind == "plain":
+        return PlainLinear
+    if device == "cpu":
+        if form.kind == "int8":
+            return Int8DynamicLinear if form.dynamic else Int8Linear
+        if form.kind == "int4" and Int4Linear.fits(rows, columns, form.group_size):
+            return Int4Linear
+    return DequantizingLinear
+
+
+def pack(weight: Tensor, bias: Tensor | None, device: str, agree_max: AgreeMax | None = None) -> nn.Module:
+    """The packed form of a plain or neutral weight on `device`.
+
+    agree_max: for a weight split by columns, the maximum over its ranks; dynamic activations take their range
+    from the whole token then, as they would on one rank.
+    """
+    form = form_of(weight)
+    return choose(form, *weight.shape, device).from_neutral(weight, bias, agree_max if form.dynamic else None)  # type: ignore[call-arg]
+
+
+def form_of(weight: Tensor) -> Form:
+    """The form of a plain tensor or a torchao one."""
+    match type(weight).__name__:
+        case "Int8Tensor":
+            return Form("int8", dynamic=weight.act_quant_kwargs is not None)  # type: ignore[attr-defined]
+        case "IntxUnpackedToInt8Tensor":
+            return Form("int4", weight.block_size[1], weight.activation_quantization is not None)  # type: ignore[attr-defined]
+        case "Float8Tensor":
+            return Form("float8", dynamic=weight.act_quant_kwargs is not None)  # type: ignore[attr-defined]
+        case _:
+            return Form()
+
+
+def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype, device: str) -> int:
+    """Bytes that a packed weight [rows, columns] holds."""
+    return choose(form, rows, columns, device).packed_bytes(rows, columns, form.group_size, dtype)

@@ -1,0 +1,140 @@
+"""What ranks say to each other, as explicit operations on local tensors, and where a split module says it.
+
+`Ranks` is all that the rest of the program sees of other processes. One rank needs no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# One message of this size carries a whole step's description; a longer one is followed by its rest.
+_FIRST_MESSAGE_BYTES = 4096
+
+
+class RankLost(RuntimeError):
+    """Another rank died or broke off; the run can't go on."""
+
+
+class Ranks(Protocol):
+    """A group of ranks in lockstep: each calls the same operations in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process, 0 being the leader."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on each. May overwrite x."""
+
+    def max(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over ranks. May overwrite x."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, stacked: [size, *x.shape]. Shapes must agree."""
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        """The leader's message, on every rank; the others give None."""
+
+
+class OneRank:
+    """No other process: every operation is the identity."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        assert message is not None
+        return message
+
+
+class ProcessGroupRanks:
+    """Ranks joined by torch.distributed: `group` for tensors, `control` for messages between hosts' memories."""
+
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
+        self.group = group
+        self.control = control
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self._reduce(x, dist.ReduceOp.SUM)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._reduce(x, dist.ReduceOp.MAX)
+
+    def _reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        x = x.contiguous()
+        with _losing_ranks():
+            dist.all_reduce(x, op=op, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with _losing_ranks():
+            dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        first = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8)
+        if message is not None:
+            framed = len(message).to_bytes(8, "little") + message
+            head = framed[:_FIRST_MESSAGE_BYTES]
+            first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        with _losing_ranks():
+            dist.broadcast(first, group=self.control, group_src=0)
+        data = first.numpy().tobytes()
+        length = int.from_bytes(data[:8], "little")
+        rest_length = length + 8 - _FIRST_MESSAGE_BYTES
+        if rest_length <= 0:
+            return data[8 : 8 + length]
+        rest = torch.zeros(rest_length, dtype=torch.uint8)
+        if message is not None:
+            rest = torch.frombuffer(bytearray(message[_FIRST_MESSAGE_BYTES - 8 :]), dtype=torch.uint8)
+        with _losing_ranks():
+            dist.broadcast(rest, group=self.control, group_src=0)
+        return data[8:] + rest.numpy().tobytes()
+
+
+@contextmanager
+def _losing_ranks() -> Iterator[None]:
+    """A collective fails when another rank breaks off."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"lost another rank: {str(error).splitlines()[0]}") from error
+
+
+def sum_output(module: nn.Module, ranks: Ranks, owned: tuple[int, int]) -> None:
+    """After a row-split linear: the sum of the ranks' summands."""
+    module.register_forward_hook(lambda _module, _inputs, output: ranks.sum(output))
+
+
+def look_up_own_tokens(module: nn.Module, ranks: Ranks, owned: tuple[int, int]) -> None:
+    """Around a vocabulary-split embedding: each rank gives the rows of its own tokens and zeros for others."""
+    start, stop = owned
+    look_up = module.forward
+
+    def look_up_own(tokens: Tensor) -> Tensor:
+        foreign = (tokens < start) | (tokens >= stop)
+        rows = look_up((tokens - start).masked_fill(foreign, 0))
+        return ranks.sum(rows.masked_fill(foreign.unsqueeze(-1), 0))
+
+    module.forward = look_up_own

@@ -1,0 +1,53 @@
+"""Which rank this process is. Imports no torch.
+
+A process is a rank because torchrun says so in its environment, or because `launch.Followers` made it one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tpllama.config import UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks. `port`, for ranks started by us: the leader's store on this host."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    port: int | None = None
+
+
+def torchrun_place(environ: Mapping[str, str]) -> Place | None:
+    """The place that torchrun, or whatever speaks its environment, gave this process."""
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    return Place(rank, size, int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def resolve_tp(requested: int | None, place: Place | None) -> int:
+    """The tensor-parallel degree: torchrun's world, or what the user asked for. Contradiction is an error."""
+    if place is None:
+        return requested or 1
+    if requested not in (None, place.size):
+        raise UserError(
+            f"found --tp {requested} in a torchrun world of {place.size} ranks, expected the same number, "
+            f"drop --tp or start torchrun with --nproc-per-node {requested}"
+        )
+    return place.size
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, by its affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def threads_per_rank(local_size: int) -> int:
+    """Intra-op threads of one rank when `local_size` ranks share this host's cores."""
+    return max(1, usable_cores() // local_size)

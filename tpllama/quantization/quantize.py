@@ -1,0 +1,92 @@
+"""Quantizing one rank's part of a weight to exactly the integers and scales of the whole weight's.
+
+torchao does the arithmetic on plain local tensors. What the local part lacks is only the range of values
+that shares a scale with it, so that range is brought along:
+
+- a scale per group of columns: a rank reads on to the borders of its outermost groups, and cuts them off after;
+- a scale per row, or one for the tensor, over a split weight: the ranks agree on minimum and maximum, and each
+  quantizes its part together with columns that hold them ("witnesses"), which are cut off after.
+
+This serves every recipe and uneven, overlapping splits, where arithmetic on DTensors can't.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpllama.quantization.recipes import Recipe
+
+# Minimum and maximum, repeated: as many columns as keeps sizes at the multiples that torchao's fp8 wants.
+_WITNESSES = 16
+
+
+def columns_to_read(recipe: Recipe, columns: slice, in_features: int) -> slice:
+    """The columns a rank must read to quantize its own `columns`: these, out to the borders of their groups."""
+    if recipe.family.extent != "group":
+        return columns
+    size = recipe.group_size
+    return slice(columns.start // size * size, min(-(-columns.stop // size) * size, in_features))
+
+
+def local_group_size(group_size: int, start: int, stop: int) -> int:
+    """The group size of columns start..stop on their own: smaller where they cut through a group."""
+    return math.gcd(group_size, start, stop)
+
+
+def quantize(weight: Tensor, recipe: Recipe, own: slice, agree_max: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """The neutral (torchao) form of columns `own` of `weight` [rows, columns], as if the whole weight had been there.
+
+    weight: the columns named by `columns_to_read`. own: those of them to keep. agree_max: the elementwise maximum
+    over the ranks that share this weight's scales; None where they share none.
+    """
+    shares = agree_max is not None and recipe.family.extent != "group"
+    if not shares:
+        return _cut(_torchao(weight, recipe), own)
+    assert agree_max is not None
+    columns = weight.shape[1]
+    extremes = torch.stack((weight.amax(1), -weight.amin(1)))
+    if recipe.family.extent == "tensor":
+        extremes = extremes.amax(1, keepdim=True).expand(2, weight.shape[0])
+    high, low = agree_max(extremes.float().contiguous()).to(weight.dtype)
+    witnesses = torch.stack((high, -low), dim=1).repeat(1, _WITNESSES // 2)
+    return _cut(_torchao(torch.cat((weight, witnesses), dim=1), recipe), slice(0, columns))
+
+
+def _torchao(weight: Tensor, recipe: Recipe) -> Tensor:
+    from torchao.quantization import quantize_
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(linear, recipe.config())
+    return linear.weight.detach()
+
+
+def _cut(weight: Tensor, own: slice) -> Tensor:
+    """Columns `own` of a neutral tensor. Groups that `own` cuts through become smaller groups of equal scale."""
+    if own == slice(0, weight.shape[1]):
+        return weight
+    if hasattr(weight, "target_dtype"):  # IntxUnpackedToInt8Tensor, whose slices must fall on group borders
+        weight = _regroup(weight, own)
+    return weight[:, own].contiguous()
+
+
+def _regroup(weight: Any, own: slice) -> Tensor:
+    """An equal IntxUnpackedToInt8Tensor with groups so small that `own` cuts none: scales and zero points repeated."""
+    group_size = local_group_size(weight.block_size[1], own.start, own.stop)
+    repeat = weight.block_size[1] // group_size
+    if repeat == 1:
+        return weight
+    return type(weight)(
+        weight.qdata,
+        weight.scale.repeat_interleave(repeat, dim=1),
+        weight.zero_point.repeat_interleave(repeat, dim=1),
+        weight.target_dtype,
+        (1, group_size),
+        weight.dtype,
+        weight.activation_quantization,
+    )

@@ -1,0 +1,48 @@
+"""One rank from orders to a loaded share of the model: threads, device, group, blueprint, weights."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from tpllama.blueprint import Blueprint
+from tpllama.build import build
+from tpllama.checkpoint.open import Checkpoint
+from tpllama.config import EngineConfig, UserError
+from tpllama.engine.runner import Runner
+from tpllama.parallel.mesh import join
+from tpllama.parallel.place import Place, threads_per_rank
+
+
+def resolve_device(asked: str, local_rank: int = 0) -> torch.device:
+    """The device of a rank. Raises UserError where there is no such device."""
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cpu":
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"found {torch.cuda.device_count()} CUDA devices, expected one for each rank on this host, "
+            f"lower --tp or use --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def start_rank(
+    blueprint: Blueprint, checkpoint: Checkpoint, place: Place, listener: socket.socket | None = None
+) -> Runner:
+    """Joins the other ranks and loads this one's share. Raises UserError for files that can't be loaded."""
+    torch.set_num_threads(threads_per_rank(place.local_size))
+    device = resolve_device(blueprint.engine.device, place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    mesh, ranks = join(place, device.type, listener)
+    return build(blueprint, checkpoint, mesh, ranks, device)
+
+
+def draw_blueprint(engine: EngineConfig, checkpoint: Checkpoint) -> Blueprint:
+    """The blueprint for the device that `engine` asks for. Raises UserError for what can't work."""
+    blueprint = Blueprint.of(engine, checkpoint, resolve_device(engine.device).type)
+    _ = blueprint.context_length
+    return blueprint
