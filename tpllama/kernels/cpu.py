@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels.linear import AgreeMax, quantize_dequantize_tokens, token_range
+from tpllama.kernels.linear import AgreeMax, int4_parts, quantize_dequantize_tokens, token_range
 
 # Up to this many rows the weight-only int8 kernel beats widening the weight first (bench/results, 2 cores).
 _FEW_ROWS = 8
 
 
-class Int8Linear(nn.Module):
-    """Weight-only int8, one scale per row: int8wo."""
+class RowScaledLinear(nn.Module):
+    """Weights of one byte with one scale per row: int8wo and fp8wo."""
 
     qdata: Tensor
     scale: Tensor
@@ -25,11 +25,11 @@ class Int8Linear(nn.Module):
         self.register_buffer("qdata", qdata)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
-        # In bfloat16 the kernel reads past the row's end when its length is no multiple of 16.
-        self.kernel_fits = qdata.shape[1] % 16 == 0
+        # In bfloat16 the int8 kernel reads past a row's end when its length is no multiple of 16.
+        self.kernel_fits = qdata.dtype == torch.int8 and qdata.shape[1] % 16 == 0
 
     @classmethod
-    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> Int8Linear:
+    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> RowScaledLinear:
         return cls(weight.qdata, weight.scale.flatten().to(weight.dtype), bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,13 +91,12 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.group_size: int = weight.block_size[1]
         self.out_features: int = weight.shape[0]
-        self.dynamic = weight.activation_quantization is not None
+        self.dynamic = getattr(weight, "activation_quantization", None) is not None
         self.agree_max = agree_max
-        # The kernel computes (q - 8) * scale + zero with q in 0..15; torchao holds q - 8 and an integer zero point.
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.qdata.int() + 8, 1)
-        zero = -weight.zero_point.to(weight.scale.dtype) * weight.scale
-        self.register_buffer("packed", packed)
-        self.register_buffer("scales_and_zeros", torch.stack((weight.scale.t(), zero.t()), dim=-1).contiguous())
+        q, scale, zero = int4_parts(weight)
+        # The kernel computes (p - 8) * scale + zero with p in 0..15.
+        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int() + 8, 1))
+        self.register_buffer("scales_and_zeros", torch.stack((scale, zero), dim=-1).contiguous())
         self.register_buffer("bias", bias)
 
     @staticmethod

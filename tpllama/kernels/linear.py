@@ -48,12 +48,34 @@ class DequantizingLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         if self.dynamic:
             x = quantize_dequantize_tokens(x, self.agree_max)
-        return F.linear(x, self.weight.dequantize(), self.bias)
+        return F.linear(x, dequantize(self.weight), self.bias)
 
     @staticmethod
     def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
-        scales = rows * (columns // group_size) * (dtype.itemsize + 1) if group_size else rows * 4
-        return rows * columns + scales
+        if not group_size:
+            return rows * columns + rows * 4
+        # The larger of the two int4 forms: a byte a value, a scale and an integer zero point.
+        return rows * columns + rows * (columns // group_size) * (dtype.itemsize + 1)
+
+
+def dequantize(weight: Any) -> Tensor:
+    """A torchao weight's values, in its dtype."""
+    if type(weight).__name__ != "Int4Tensor":
+        return weight.dequantize()
+    q, scale, zero = int4_parts(weight)
+    group_size = weight.block_size[1]
+    scale, zero = (x.t().repeat_interleave(group_size, dim=1) for x in (scale, zero))
+    return q.to(weight.dtype) * scale + zero
+
+
+def int4_parts(weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """q int8 [rows, columns] in -8..7 and scale, zero [groups, rows]: the weight is q * scale + zero."""
+    if type(weight).__name__ == "Int4Tensor":
+        packed = weight.qdata.view(torch.int8)
+        low, high = (packed << 4) >> 4, packed >> 4  # arithmetic shifts keep the sign
+        return torch.stack((low, high), dim=-1).flatten(1), weight.scale, weight.zero_point
+    scale = weight.scale.t()
+    return weight.qdata, scale, -weight.zero_point.t().to(scale.dtype) * scale
 
 
 def token_range(x: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, Int8Linear
+from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear
 from tpllama.kernels.linear import DequantizingLinear, PlainLinear
 
 Kind = Literal["plain", "int8", "int4", "float8"]
@@ -29,7 +29,7 @@ class Form:
     dynamic: bool = False
 
 
-PackedLinear = PlainLinear | DequantizingLinear | Int8Linear | Int8DynamicLinear | Int4Linear
+PackedLinear = PlainLinear | DequantizingLinear | RowScaledLinear | Int8DynamicLinear | Int4Linear
 
 
 def choose(form: Form, rows: int, columns: int, device: str) -> type[PackedLinear]:
@@ -37,8 +37,10 @@ def choose(form: Form, rows: int, columns: int, device: str) -> type[PackedLinea
     if form.kind == "plain":
         return PlainLinear
     if device == "cpu":
+        if form.kind in ("int8", "float8") and not form.dynamic:
+            return RowScaledLinear
         if form.kind == "int8":
-            return Int8DynamicLinear if form.dynamic else Int8Linear
+            return Int8DynamicLinear
         if form.kind == "int4" and Int4Linear.fits(rows, columns, form.group_size):
             return Int4Linear
     return DequantizingLinear
@@ -59,6 +61,8 @@ def form_of(weight: Tensor) -> Form:
     match type(weight).__name__:
         case "Int8Tensor":
             return Form("int8", dynamic=weight.act_quant_kwargs is not None)  # type: ignore[attr-defined]
+        case "Int4Tensor":
+            return Form("int4", weight.block_size[1])  # type: ignore[attr-defined]
         case "IntxUnpackedToInt8Tensor":
             return Form("int4", weight.block_size[1], weight.activation_quantization is not None)  # type: ignore[attr-defined]
         case "Float8Tensor":

@@ -66,21 +66,23 @@ def _torchao(weight: Tensor, recipe: Recipe) -> Tensor:
     return linear.weight.detach()
 
 
-def _cut(weight: Tensor, own: slice) -> Tensor:
+def _cut(weight: Any, own: slice) -> Tensor:
     """Columns `own` of a neutral tensor. Groups that `own` cuts through become smaller groups of equal scale."""
     if own == slice(0, weight.shape[1]):
         return weight
-    if hasattr(weight, "target_dtype"):  # IntxUnpackedToInt8Tensor, whose slices must fall on group borders
-        weight = _regroup(weight, own)
+    match type(weight).__name__:
+        case "Int4Tensor":
+            from tpllama.quantization.int4 import cut_int4
+
+            return cut_int4(weight, own, local_group_size(weight.block_size[1], own.start, own.stop))
+        case "IntxUnpackedToInt8Tensor":
+            weight = _regroup(weight, local_group_size(weight.block_size[1], own.start, own.stop))
     return weight[:, own].contiguous()
 
 
-def _regroup(weight: Any, own: slice) -> Tensor:
-    """An equal IntxUnpackedToInt8Tensor with groups so small that `own` cuts none: scales and zero points repeated."""
-    group_size = local_group_size(weight.block_size[1], own.start, own.stop)
+def _regroup(weight: Any, group_size: int) -> Tensor:
+    """An equal IntxUnpackedToInt8Tensor with smaller groups: each one's scale and zero point repeated."""
     repeat = weight.block_size[1] // group_size
-    if repeat == 1:
-        return weight
     return type(weight)(
         weight.qdata,
         weight.scale.repeat_interleave(repeat, dim=1),

@@ -33,11 +33,9 @@ def _int8dq(group_size: int) -> Any:
 
 
 def _int4wo(group_size: int) -> Any:
-    import torch
-    from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerGroup
+    from tpllama.quantization.int4 import Int4PlainConfig
 
-    # The one int4 form of torchao that every device can hold and slice; kernels repack it.
-    return IntxWeightOnlyConfig(torch.int4, PerGroup(group_size), MappingType.ASYMMETRIC)  # type: ignore[attr-defined]
+    return Int4PlainConfig(group_size)
 
 
 def _8da4w(group_size: int) -> Any:
