@@ -48,8 +48,9 @@ class RMSNorm(nn.Module):
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention within whole sequences: q [batch, seq, heads, head_dim], k and v with kv_heads; the shape of q."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class Attention(nn.Module):
