@@ -49,7 +49,8 @@ class Blueprint:
         """Raises UserError for whatever can be known now: config, degree, recipe, tensors that don't fit."""
         config = LlamaConfig.from_hf(overridden(checkpoint, engine.model_overrides))
         plan = llama_plan(config, engine.tp)
-        recipes = RecipeMap.parse(engine.torchao_config, engine.quantize_lm_head, device)
+        recipes = RecipeMap.parse(engine.torchao_config, engine.quantize_lm_head)
+        recipes.check_device(device)
         model = meta_model(config)
         linears = {name: tuple(linear.weight.shape) for name, linear in named_linears(model)}
         decisions = decide(linears, recipes, engine.strict)  # type: ignore[arg-type]

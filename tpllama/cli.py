@@ -16,7 +16,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with our form of error: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}, see {self.prog} --help")
+        raise UserError(f"found {message}, expected what {self.prog} --help lists")
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

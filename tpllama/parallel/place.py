@@ -34,7 +34,7 @@ def torchrun_place(environ: Mapping[str, str]) -> Place | None:
 def resolve_tp(requested: int | None, place: Place | None) -> int:
     """The tensor-parallel degree: torchrun's world, or what the user asked for. Contradiction is an error."""
     if place is None:
-        return requested or 1
+        return 1 if requested is None else requested
     if requested not in (None, place.size):
         raise UserError(
             f"found --tp {requested} in a torchrun world of {place.size} ranks, expected the same number, "

@@ -138,13 +138,20 @@ class RecipeMap:
     quantize_lm_head: bool = False
 
     @staticmethod
-    def parse(text: str, quantize_lm_head: bool, device: str) -> RecipeMap:
+    def parse(text: str, quantize_lm_head: bool = False) -> RecipeMap:
         """Reads `--torchao-config`: a recipe's name or `@file.json`. Raises UserError."""
-        if text.startswith("@"):
-            rules = tuple((pattern, _recipe(name, device)) for pattern, name in _read_map(Path(text[1:])).items())
-        else:
-            rules = (("*", _recipe(text, device)),)
+        named = _read_map(Path(text[1:])) if text.startswith("@") else {"*": text}
+        rules = tuple((pattern, _recipe(name)) for pattern, name in named.items())
         return RecipeMap(text, rules, quantize_lm_head)
+
+    def check_device(self, device: str) -> None:
+        """Raises UserError for a recipe that `device` can't run."""
+        for _, recipe in self.rules:
+            if recipe is not None and device not in recipe.family.devices:
+                raise UserError(
+                    f"found torchao config {recipe.name!r} on {device}, expected {recipe.family.needs}, "
+                    f"choose one of {', '.join(_runnable(device))}"
+                )
 
     def recipe_for(self, module: str) -> Recipe | None:
         """The recipe asked for module `module`. The output head takes part only where it is named or asked for."""
@@ -167,17 +174,14 @@ class RecipeMap:
                 )
 
 
-def _recipe(name: str, device: str) -> Recipe | None:
-    runnable = [known for known, recipe in RECIPES.items() if recipe is None or device in recipe.family.devices]
+def _recipe(name: str) -> Recipe | None:
     if name not in RECIPES:
-        raise UserError(f"found torchao config {name!r}, expected one of {', '.join(runnable)}, or @file.json")
-    recipe = RECIPES[name]
-    if recipe is not None and device not in recipe.family.devices:
-        raise UserError(
-            f"found torchao config {name!r} on {device}, it needs {recipe.family.needs}, "
-            f"choose one of {', '.join(runnable)}"
-        )
-    return recipe
+        raise UserError(f"found torchao config {name!r}, expected one of {', '.join(RECIPES)}, or @file.json")
+    return RECIPES[name]
+
+
+def _runnable(device: str) -> list[str]:
+    return [name for name, recipe in RECIPES.items() if recipe is None or device in recipe.family.devices]
 
 
 def _read_map(path: Path) -> dict[str, str]:

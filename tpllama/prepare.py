@@ -1,0 +1,144 @@
+"""Everything before the weights, then the weights: the way from a user's words to an engine, on the leader.
+
+Part of the composition root, with `blueprint.py`, `build.py` and `start.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tpllama.checkpoint.open import Checkpoint, open_checkpoint, overridden
+from tpllama.config import EngineConfig, LlamaConfig, UserError
+from tpllama.parallel.launch import Death, Followers
+from tpllama.parallel.place import Place, resolve_tp, torchrun_place
+from tpllama.parallel.split import check_tp
+from tpllama.quantization.recipes import RecipeMap
+
+if TYPE_CHECKING:
+    from tpllama.engine.engine import Engine, Prompt
+    from tpllama.engine.tokenizer import Message
+
+PromptLike = str | Sequence[int]
+
+
+class Preparation:
+    """Everything before the weights: files found, other ranks started, blueprint drawn, prompts made and checked.
+
+    In this order, so that what can't work is said before it costs anything, and followers start up meanwhile.
+    """
+
+    def __init__(
+        self, model: str = "smollm2", tp: int | None = None, torchao_config: str = "none", *,
+        debug: bool = False, on_rank_death: Callable[[Death], None] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        torchrun = torchrun_place(os.environ)
+        degree = resolve_tp(tp, torchrun)
+        self.config = EngineConfig(model=model, tp=degree, torchao_config=torchao_config, **options)
+        RecipeMap.parse(torchao_config)  # a wrong name is said before anything is started
+        self.checkpoint: Checkpoint = open_checkpoint(model, weights=self.config.load_format != "dummy")
+        check_tp(LlamaConfig.from_hf(overridden(self.checkpoint, self.config.model_overrides)), degree)
+        self.load_seconds = 0.0
+        self._leader: Any = None
+        self._followers: Followers | None = None
+        self.place = torchrun or Place(0, degree, 0, degree)
+        if torchrun is None and degree > 1:
+            self._followers = Followers(degree, {"engine": asdict(self.config), "debug": debug}, os.environ)
+            if on_rank_death:
+                self._followers.on_death(on_rank_death, grace_s=3)
+            self.place = Place(0, degree, 0, degree, self._followers.port)
+        with self._closing_on_error():
+            from tpllama.engine.tokenizer import Tokenizer
+            from tpllama.start import draw_blueprint
+
+            self.blueprint = draw_blueprint(self.config, self.checkpoint)
+            self.tokenizer = Tokenizer(self.checkpoint.tokenizer() if self.place.rank == 0 else None)
+
+    def prompt(self, prompt: PromptLike) -> Prompt:
+        """A raw text's or token ids' prompt. Raises UserError where it doesn't fit."""
+        from tpllama.engine.engine import Prompt
+
+        if isinstance(prompt, str):
+            return self._checked(Prompt(self.tokenizer.encode(prompt), prompt))
+        return self._checked(Prompt(list(prompt)))
+
+    def chat_prompt(self, messages: list[Message]) -> Prompt:
+        """A conversation's prompt. Raises UserError where it doesn't fit."""
+        from tpllama.engine.engine import Prompt
+
+        return self._checked(Prompt(self.tokenizer.encode_chat(messages), str(messages[-1].get("content", ""))))
+
+    def _checked(self, prompt: Prompt) -> Prompt:
+        from tpllama.engine.engine import check_prompt
+
+        check_prompt(prompt.token_ids, self.blueprint.context_length, self.blueprint.config.vocab_size)
+        return prompt
+
+    def load(self) -> Engine:
+        """Joins the ranks and loads this one's weights. On a follower under torchrun: runs it, and exits."""
+        from tpllama.engine.engine import Engine, Limits
+        from tpllama.engine.lockstep import Leader, follow
+        from tpllama.start import start_rank
+
+        started = time.perf_counter()
+        listener = self._followers.listener if self._followers else None
+        with self._closing_on_error(), self.blaming_ranks():
+            runner = start_rank(self.blueprint, self.checkpoint, self.place, listener)
+            if self.place.rank > 0:
+                follow(runner, runner.ranks)
+                raise SystemExit(0)
+            self._leader = Leader(runner, runner.ranks) if self.place.size > 1 else None
+        self.load_seconds = time.perf_counter() - started
+        config = self.blueprint.config
+        eos = dict.fromkeys((*self.checkpoint.eos_token_ids, *config.eos_token_ids, *self.tokenizer.eos_token_ids))
+        limits = Limits(self.blueprint.context_length, config.vocab_size, self.config.max_batch_size)
+        executor = self._leader or runner
+        return Engine(executor, self.tokenizer, tuple(eos), limits, self.config.seed, self.config.batch_invariant)
+
+    @contextmanager
+    def blaming_ranks(self) -> Iterator[None]:
+        """Turns what follows from a dead rank into one error that says which died, and why."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            death = self._followers.first_death(within_s=2) if self._followers else None
+            if death is None:
+                raise
+            from tpllama.parallel.collectives import RankLost
+
+            self._leader = None  # nobody is left to be told to stop
+            raise (UserError if death.user_error else RankLost)(death.describe()) from error
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._leader = None
+            self.close()
+            raise
+
+    def __enter__(self) -> Preparation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tells the followers to stop, and sees that those we started do."""
+        if self._leader is not None:
+            self._leader.stop()
+            self._leader = None
+        if self._followers is not None:
+            self._followers.close()
+            self._followers = None
+        if self.place.size > 1:
+            from tpllama.parallel.mesh import leave
+
+            leave(self.place)
