@@ -101,7 +101,8 @@ def tpllama() -> Run:
             text=True,
             timeout=timeout_s,
             cwd=ROOT,
-            env=os.environ | (env or {}),
+            # One thread a rank: tests share their cores, and OpenMP spins where threads outnumber them.
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
             check=False,
         )
 

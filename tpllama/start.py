@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import torch
@@ -33,7 +34,7 @@ def start_rank(
     blueprint: Blueprint, checkpoint: Checkpoint, place: Place, listener: socket.socket | None = None
 ) -> Runner:
     """Joins the other ranks and loads this one's share. Raises UserError for files that can't be loaded."""
-    torch.set_num_threads(threads_per_rank(place.local_size))
+    torch.set_num_threads(threads_per_rank(place.local_size, os.environ))
     device = resolve_device(blueprint.engine.device, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

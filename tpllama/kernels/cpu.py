@@ -67,9 +67,9 @@ class Int8DynamicLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         low, high = token_range(tokens, self.agree_max)
-        # torchao's symmetric mapping: the larger side of the range fills half of the 256 integers.
-        largest = torch.maximum(-low, high).clamp(min=0).float()
-        token_scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+        # torchao's symmetric mapping: the larger side of the range fills half of the 256 integers. In x's dtype.
+        largest = torch.maximum(-low, high).clamp(min=0)
+        token_scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps).float()
         quantized = (tokens * (1.0 / token_scale)).round().clamp(-128, 127).to(torch.int8)
         y = torch._int_mm(quantized, self.qdata.t()).float() * token_scale * self.scale
         y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias

@@ -48,6 +48,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def threads_per_rank(local_size: int) -> int:
-    """Intra-op threads of one rank when `local_size` ranks share this host's cores."""
+def threads_per_rank(local_size: int, environ: Mapping[str, str]) -> int:
+    """Intra-op threads of one rank when `local_size` ranks share this host's cores.
+
+    OMP_NUM_THREADS has the last word, but for the 1 that torchrun sets by itself for several ranks.
+    """
+    given = environ.get("OMP_NUM_THREADS", "")
+    is_torchruns = given == "1" and local_size > 1 and "TORCHELASTIC_RUN_ID" in environ
+    if given.isdigit() and int(given) > 0 and not is_torchruns:
+        return int(given)
     return max(1, usable_cores() // local_size)
