@@ -1,0 +1,72 @@
+"""The README's commands, run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line]
+SNIPPETS = [block for kind, block in BLOCKS if kind == "python"]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=env, check=False)
+
+
+def test_the_two_commands_come_first() -> None:
+    assert COMMANDS[:2] == ['launch/generate.sh "What is the capital of France?"', "launch/test.sh"]
+    assert README.index("```bash") < 20
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith((".venv", "echo"))])
+def test_commands(command: str) -> None:
+    here = Path(sys.executable).parent
+    result = run(
+        [
+            "bash",
+            "-c",
+            command.replace(".venv/bin/tpllama", f"{sys.executable} -m tpllama").replace(".venv/bin", str(here)),
+        ]
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_generate_script() -> None:
+    if not shutil.which("bash") or Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("needs the environment that launch/ makes")
+    result = run(["bash", "-c", COMMANDS[0]])
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_python_snippets(snippet: str) -> None:
+    result = run([sys.executable, "-c", snippet])
+    assert result.returncode == 0, result.stderr
+    assert "torch.Size([1, 3, 49152])" in result.stdout
+
+
+def test_the_tree_it_describes_is_there() -> None:
+    layout = README.split("## Layout of the tree")[1].split("```")[1]
+    names = re.findall(r"[a-z_]+\.py|[a-z_]+/", layout)
+    for name in names:
+        places = [ROOT / name, ROOT / "tpllama" / name]
+        assert any(place.exists() for place in places), name
+
+
+def test_symbols_it_names_exist() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tpllama").rglob("*.py"))
+    for owner, member in re.findall(r"`([A-Z]\w+)\.(\w+)`", README):
+        assert re.search(rf"class {owner}\b", sources), owner
+        assert re.search(rf"def {member}\b", sources), member
