@@ -16,7 +16,8 @@ from torch import nn
 
 from tpllama.checkpoint.open import Checkpoint, TensorInfo, overridden
 from tpllama.config import EngineConfig, LlamaConfig, UserError
-from tpllama.kernels.pack import Form, packed_bytes
+from tpllama.kernels.linear import Form
+from tpllama.kernels.pack import packed_bytes
 from tpllama.model.llama import Llama
 from tpllama.parallel.plan import Placement, Plan, llama_plan, style_of
 from tpllama.parallel.split import legal_tp

@@ -62,74 +62,21 @@ _READ = frozenset(
 # Fields that don't change the logits: descriptions, training and generation settings, and the
 # names that transformers writes into every config.
 _INERT = frozenset(
-    [
-        "architectures",
-        "auto_map",
-        "name_or_path",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-        "hidden_dropout",
-        "dropout",
-        "pretraining_tp",
-        "bos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "is_llama_config",
-        "is_decoder",
-        "is_encoder_decoder",
-        "add_cross_attention",
-        "tie_encoder_decoder",
-        "cross_attention_hidden_size",
-        "task_specific_params",
-        "tokenizer_class",
-        "prefix",
-        "problem_type",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "torchscript",
-        "use_bfloat16",
-        "pruned_heads",
-        "chunk_size_feed_forward",
-        "finetuning_task",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "output_scores",
-        "return_dict_in_generate",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "tf_legacy_loss",
-        "transformers_version",
-        "transformers.js_config",
-        "gradient_checkpointing",
-        "attn_implementation",
-    ]
+    (
+        *("architectures", "auto_map", "name_or_path", "dtype", "torch_dtype", "use_cache", "initializer_range"),
+        *("attention_dropout", "hidden_dropout", "dropout", "pretraining_tp", "bos_token_id", "pad_token_id"),
+        *("sep_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+        *("is_llama_config", "is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"),
+        *("cross_attention_hidden_size", "task_specific_params", "tokenizer_class", "prefix", "problem_type"),
+        *("id2label", "label2id", "num_labels", "return_dict", "output_hidden_states", "output_attentions"),
+        *("torchscript", "use_bfloat16", "pruned_heads", "chunk_size_feed_forward", "finetuning_task"),
+        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+        *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+        *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+        *("num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values"),
+        *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "tf_legacy_loss"),
+        *("transformers_version", "transformers.js_config", "gradient_checkpointing", "attn_implementation"),
+    )
 )
 # Fields that are harmless at one value and change the computation at any other.
 _HARMLESS_AT: dict[str, Any] = {"rope_interleaved": False, "partial_rotary_factor": 1.0, "use_sliding_window": False}
@@ -187,12 +134,12 @@ class LlamaConfig:
             num_kv_heads=_positive(fields, "num_key_value_heads", num_heads),
             head_dim=_positive(fields, "head_dim", hidden_size // num_heads),
             hidden_act=str(fields.get("hidden_act") or "silu"),
-            norm_eps=float(_given(fields, "rms_norm_eps", 1e-6)),
+            norm_eps=float(_number("rms_norm_eps", _given(fields, "rms_norm_eps", 1e-6))),
             max_position=_positive(fields, "max_position_embeddings", 2048),
             rope=_rope(fields),
-            attention_bias=bool(fields.get("attention_bias", False)),
-            mlp_bias=bool(fields.get("mlp_bias", False)),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            attention_bias=_flag(fields, "attention_bias"),
+            mlp_bias=_flag(fields, "mlp_bias"),
+            tie_word_embeddings=_flag(fields, "tie_word_embeddings"),
             eos_token_ids=token_ids(fields.get("eos_token_id")),
         )
         config._validate()
@@ -259,32 +206,71 @@ def _positive(fields: Mapping[str, Any], name: str, default: int | None = None) 
     return value
 
 
+def _number(name: str, value: Any) -> Any:
+    """`value`, which must be a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"found {name} = {value!r} in the model's config, expected a positive number")
+    return value
+
+
+def _numbers(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise UserError(f"found {name} = {value!r} in the model's config, expected a list of positive numbers")
+    return tuple(_number(name, each) for each in value)
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = _given(fields, name, False)
+    if not isinstance(value, bool):
+        raise UserError(f"found {name} = {value!r} in the model's config, expected true or false")
+    return value
+
+
 def _rope(fields: Mapping[str, Any]) -> RopeConfig:
     """RoPE settings from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
-    given = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
-    rope_type = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    theta = given.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
+    given = _rope_fields(fields)
+    rope_type = given.pop("rope_type", "default")
+    theta = _number("rope_theta", given.pop("rope_theta", 10000.0))
     # Phi-3's spelling, outside the RoPE object, has priority, as in transformers.
-    original = fields.get("original_max_position_embeddings") or given.pop("original_max_position_embeddings", None)
-    given.pop("original_max_position_embeddings", None)
-    if given.pop("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+    inner = given.pop("original_max_position_embeddings", None) or _positive(fields, "max_position_embeddings", 2048)
+    original = _number("original_max_position_embeddings", fields.get("original_max_position_embeddings") or inner)
+    if given.pop("partial_rotary_factor", 1) != 1:
         raise UserError("found partial_rotary_factor in the RoPE settings, expected 1.0, partial rotation is no Llama")
     if rope_type not in ROPE_TYPES:
         raise UserError(f"found RoPE type {rope_type!r}, expected one of {', '.join(ROPE_TYPES)}")
     required, optional = ROPE_TYPES[rope_type]
-    parameters = {name: value for name, value in given.items() if value is not None}
-    missing = sorted(required - parameters.keys())
+    missing = sorted(required - given.keys())
     if missing:
-        raise UserError(
-            f"found RoPE type {rope_type!r} without {', '.join(missing)}, expected it in the model's config"
-        )
-    unknown = sorted(parameters.keys() - required - optional)
+        raise UserError(f"found RoPE type {rope_type!r} without {', '.join(missing)}, expected it in the config")
+    unknown = sorted(given.keys() - required - optional)
     if unknown and rope_type != "default":
         raise UserError(f"found {', '.join(unknown)} in the RoPE settings, not known for RoPE type {rope_type!r}")
-    max_position = _positive(fields, "max_position_embeddings", 2048)
-    parameters = {n: tuple(v) if isinstance(v, list) else v for n, v in parameters.items() if n in required | optional}
-    return RopeConfig(rope_type, float(theta), int(original or max_position), parameters)
+    parameters = {name: _rope_parameter(name, value) for name, value in given.items() if name not in unknown}
+    return RopeConfig(rope_type, float(theta), int(original), parameters)
+
+
+def _rope_parameter(name: str, value: Any) -> Any:
+    if name in ("short_factor", "long_factor"):
+        return _numbers(name, value)
+    return _flag({name: value}, name) if name == "truncate" else _number(name, value)
+
+
+def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings in one. Raises UserError where they contradict each other: one of them would go unheard."""
+    merged: dict[str, Any] = {}
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        given = fields.get(name) or {}
+        given = {"rope_theta": given} if name == "rope_theta" and given else given
+        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+            raise UserError(f"found {name} = {json.dumps(given)[:60]}, expected one flat object for all layers")
+        given = {"rope_type": given.get("type"), **given}
+        for key, value in given.items():
+            if value is not None and key != "type" and merged.setdefault(key, value) != value:
+                raise UserError(
+                    f"found {key} = {merged[key]!r} and {key} = {value!r} among rope_theta, rope_scaling and "
+                    f"rope_parameters, expected one, change it where the config has it, or set the other to null"
+                )
+    return merged
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,16 @@ class Draw:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence, from position `start`, kept in cache row `row`; a draw after the last."""
+    """Consecutive tokens of one sequence, from position `start`, kept in cache row `row`; a draw after the last.
+
+    `length` is the sequence's, all of the prompt included, however few of its tokens this chunk has: some RoPE types
+    depend on it.
+    """
 
     row: int
     start: int
     tokens: tuple[int, ...]
+    length: int
     draw: Draw | None
 
     @property

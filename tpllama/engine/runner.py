@@ -59,7 +59,7 @@ class Runner:
         assert self.cache is not None
         tokens = [token for chunk in batch for token in chunk.tokens]
         positions = [position for chunk in batch for position in range(chunk.start, chunk.stop)]
-        lengths = [chunk.stop for chunk in batch for _ in chunk.tokens]
+        lengths = [chunk.length for chunk in batch for _ in chunk.tokens]
         last, ends = -1, []
         for chunk in batch:
             last += len(chunk.tokens)

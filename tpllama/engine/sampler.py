@@ -19,6 +19,8 @@ from tpllama.parallel.collectives import Ranks
 
 # Candidates a rank offers first when a filter by probability mass is on; more follow if they don't suffice.
 _FIRST_CANDIDATES = 64
+# Below this, scaled logits would overflow; the likeliest token is drawn already.
+_COLDEST = 1e-30
 
 
 class Sampler:
@@ -35,7 +37,8 @@ class Sampler:
         scores = self._penalize(logits, draws)
         is_random = [draw.temperature > 0 for draw in draws]
         if any(is_random):
-            temperature = torch.tensor([draw.temperature or 1.0 for draw in draws], device=logits.device)
+            divisors = [max(draw.temperature, _COLDEST) if draw.temperature > 0 else 1.0 for draw in draws]
+            temperature = torch.tensor(divisors, device=logits.device)
             scores = scores / temperature[:, None]
             scores = scores.masked_fill(scores < self._threshold(scores, draws)[:, None], -math.inf)
             scores = scores + self._noise(draws, logits.device)
@@ -76,10 +79,11 @@ class Sampler:
         active = [draw for draw in draws if draw.temperature > 0]
         if all(draw.top_k == 0 and draw.top_p == 1 and draw.min_p == 0 for draw in active):
             return torch.full((len(draws),), -math.inf, device=scores.device)
-        wanted = max(_FIRST_CANDIDATES, *(draw.top_k for draw in active))
+        # One more than top_k shows whether others tie with the last.
+        wanted = max(_FIRST_CANDIDATES, *(draw.top_k + 1 for draw in active))
         total = self._logsumexp(scores)
         while True:
-            candidates, complete_from = self._largest(scores, wanted)
+            candidates, complete_from = self._largest(scores, min(wanted, self.vocab_size + 1))
             thresholds = [
                 _row_threshold(row, float(total_row), float(floor), draw)
                 for row, total_row, floor, draw in zip(candidates, total, complete_from, draws, strict=True)
@@ -96,22 +100,25 @@ class Sampler:
         gathered = self.ranks.gather(offered)
         # A rank that offered all it has (the rest is -inf) hides nothing.
         floor = gathered[:, :, -1].amax(dim=0)
-        return gathered.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values, floor
+        return gathered.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values.double(), floor
 
     def _logsumexp(self, scores: Tensor) -> Tensor:
-        return self.ranks.gather(scores.logsumexp(dim=-1)).logsumexp(dim=0)
+        """Over the whole vocabulary, [n], in float64, so that how it is split makes no difference that counts."""
+        return self.ranks.gather(scores.double().logsumexp(dim=-1)).logsumexp(dim=0)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, draws: list[Draw]) -> list[TokenLogprobs | None]:
         counts = [draw.logprobs for draw in draws]
         most = max((count for count in counts if count is not None), default=None)
         if most is None:
             return [None] * len(draws)
+        most = min(most, self.vocab_size)
         total = self._logsumexp(logits)
         own = logits.topk(min(most, logits.shape[1]), dim=-1)
-        offers = torch.full((2, logits.shape[0], most), -math.inf, dtype=torch.float64, device=logits.device)
+        offers = torch.full((2, logits.shape[0], most), -1.0, dtype=torch.float64, device=logits.device)
         offers[0, :, : own.values.shape[1]] = own.values.double()
         offers[1, :, : own.values.shape[1]] = (own.indices + self.start).double()
         gathered = self.ranks.gather(offers).movedim(0, 2).flatten(2)
+        gathered = gathered[..., gathered[1, 0] >= 0]  # some ranks have fewer tokens than were asked for
         values, order = gathered[0].sort(dim=-1, descending=True, stable=True)
         ids = gathered[1].gather(-1, order)
         is_own = (tokens >= self.start) & (tokens < self.stop)
@@ -124,7 +131,7 @@ class Sampler:
             else TokenLogprobs(
                 int(tokens[row]),
                 float(chosen[row]),
-                tuple((int(ids[row, i]), float(values[row, i] - total[row])) for i in range(count)),
+                tuple((int(ids[row, i]), float(values[row, i] - total[row])) for i in range(min(count, most))),
             )
             for row, count in enumerate(counts)
         ]
@@ -135,12 +142,14 @@ def _row_threshold(candidates: Tensor, total: float, complete_from: float, draw:
     threshold = -math.inf
     if draw.temperature == 0:
         return threshold
-    if 0 < draw.top_k < candidates.shape[0]:
+    if 0 < draw.top_k <= candidates.shape[0]:
         threshold = float(candidates[draw.top_k - 1])
+        if draw.top_p < 1 and -math.inf < threshold <= complete_from:
+            return None
         candidates = candidates[candidates >= threshold]
         total = float(candidates.logsumexp(dim=-1))
     if draw.top_p < 1:
-        mass_before = (candidates - total).exp().double().cumsum(-1).roll(1)
+        mass_before = (candidates - total).exp().cumsum(-1).roll(1)
         mass_before[0] = 0
         kept = int((mass_before < draw.top_p).sum()) - 1
         last = float(candidates[kept])

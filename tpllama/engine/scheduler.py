@@ -47,7 +47,7 @@ class Scheduler:
 def _chunk(sequence: Sequence, count: int) -> Chunk:
     start, stop = sequence.computed, sequence.computed + count
     draw = _draw(sequence) if stop == sequence.length else None
-    return Chunk(sequence.row, start, tuple(sequence.tokens(start, stop)), draw)
+    return Chunk(sequence.row, start, tuple(sequence.tokens(start, stop)), sequence.length, draw)
 
 
 def _draw(sequence: Sequence) -> Draw:

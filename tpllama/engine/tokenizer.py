@@ -72,8 +72,8 @@ class Tokenizer:
 class TextStream:
     """The text of tokens as they come. Pieces never split a character and add up to the whole text.
 
-    A stop string ends the text before it, wherever token borders fall: text that may be the start of one is held
-    back until it is clear.
+    A stop string ends the text before it, wherever token borders fall: the one that is complete first, the longest
+    of those that end together. Text that may be the start of one is held back until it is clear.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: SequenceOf[int], stop: tuple[str, ...]) -> None:
@@ -83,6 +83,7 @@ class TextStream:
         self._ids = list(context[-4:])
         self._prefix = 0
         self._read = len(self._ids)
+        self._partial_tokens = 0
         self._stop = stop
         self._held = ""
         self.text = ""
@@ -93,10 +94,11 @@ class TextStream:
         self._ids.append(token)
         before = self._tokenizer.decode(self._ids[self._prefix : self._read])
         now = self._tokenizer.decode(self._ids[self._prefix :])
-        is_partial = now.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MAX_HELD_TOKENS
-        if is_partial or len(now) <= len(before):
+        self._partial_tokens = self._partial_tokens + 1 if now.endswith(_REPLACEMENT) else 0
+        if 0 < self._partial_tokens < _MAX_HELD_TOKENS or len(now) <= len(before):
             return ""
         self._prefix, self._read = self._read, len(self._ids)
+        self._partial_tokens = 0
         return self._release(now[len(before) :])
 
     def finish(self) -> str:
@@ -112,10 +114,10 @@ class TextStream:
 
     def _release(self, new: str) -> str:
         pending = self._held + new
-        found = min((at for at in (pending.find(stop) for stop in self._stop) if at >= 0), default=None)
-        if found is not None:
+        found = [(at + len(stop), at) for stop in self._stop if (at := pending.find(stop)) >= 0]
+        if found:
             self.is_stopped = True
-            piece, self._held = pending[:found], ""
+            piece, self._held = pending[: min(found)[1]], ""
         else:
             held = max((_overlap(pending, stop) for stop in self._stop), default=0)
             piece, self._held = pending[: len(pending) - held], pending[len(pending) - held :]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels.linear import AgreeMax, int4_parts, quantize_dequantize_tokens, token_range
+from tpllama.kernels.linear import AgreeMax, Form, int4_parts, quantize_dequantize_tokens, token_range
 
 # Up to this many rows the weight-only int8 kernel beats widening the weight first (bench/results, 2 cores).
 _FEW_ROWS = 8
@@ -25,8 +25,8 @@ class RowScaledLinear(nn.Module):
         self.register_buffer("qdata", qdata)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
-        # In bfloat16 the int8 kernel reads past a row's end when its length is no multiple of 16.
-        self.kernel_fits = qdata.dtype == torch.int8 and qdata.shape[1] % 16 == 0
+        # In bfloat16 the int8 kernel reads past a row's end when its length is no multiple of 16; in float16 it is slow.
+        self.kernel_fits = qdata.dtype == torch.int8 and qdata.shape[1] % 16 == 0 and scale.dtype != torch.float16
 
     @classmethod
     def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> RowScaledLinear:
@@ -36,13 +36,15 @@ class RowScaledLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if self.kernel_fits and rows.shape[0] <= _FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows, self.qdata, self.scale)
+        elif x.dtype == torch.float16:  # whose range unscaled sums would leave
+            y = torch.mm(rows, (self.qdata.to(x.dtype) * self.scale[:, None]).t())
         else:
             y = torch.mm(rows, self.qdata.t().to(x.dtype)) * self.scale
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+    def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
         return rows * columns + rows * dtype.itemsize
 
 
@@ -76,7 +78,7 @@ class Int8DynamicLinear(nn.Module):
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+    def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
         return rows * columns + rows * 4
 
 
@@ -116,5 +118,5 @@ class Int4Linear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     @staticmethod
-    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
-        return rows * columns // 2 + rows * (columns // group_size) * 2 * dtype.itemsize
+    def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
+        return rows * columns // 2 + rows * (columns // form.group_size) * 2 * dtype.itemsize

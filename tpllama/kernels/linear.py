@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 AgreeMax = Callable[[Tensor], Tensor]
+Kind = Literal["plain", "int8", "int4", "float8"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A neutral weight's form: what it holds, the group size of its scales (0: one a row), dynamic activations."""
+
+    kind: Kind = "plain"
+    group_size: int = 0
+    dynamic: bool = False
 
 
 class PlainLinear(nn.Linear):
@@ -25,7 +36,7 @@ class PlainLinear(nn.Linear):
         return linear
 
     @staticmethod
-    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
+    def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
         return rows * columns * dtype.itemsize
 
 
@@ -51,11 +62,13 @@ class DequantizingLinear(nn.Module):
         return F.linear(x, dequantize(self.weight), self.bias)
 
     @staticmethod
-    def packed_bytes(rows: int, columns: int, group_size: int, dtype: torch.dtype) -> int:
-        if not group_size:
+    def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
+        if not form.group_size:
             return rows * columns + rows * 4
-        # The larger of the two int4 forms: a byte a value, a scale and an integer zero point.
-        return rows * columns + rows * (columns // group_size) * (dtype.itemsize + 1)
+        groups = rows * (columns // form.group_size)
+        if form.dynamic:  # IntxUnpackedToInt8Tensor: a byte a value, a scale and an integer zero point
+            return rows * columns + groups * (dtype.itemsize + 1)
+        return rows * columns // 2 + groups * 2 * dtype.itemsize
 
 
 def dequantize(weight: Any) -> Tensor:

@@ -6,28 +6,11 @@ recipe works at once through `DequantizingLinear`, and gains a kernel when a row
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear
-from tpllama.kernels.linear import DequantizingLinear, PlainLinear
-
-Kind = Literal["plain", "int8", "int4", "float8"]
-AgreeMax = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Form:
-    """A neutral weight's form: what it holds, the group size of its scales (0: one a row), dynamic activations."""
-
-    kind: Kind = "plain"
-    group_size: int = 0
-    dynamic: bool = False
-
+from tpllama.kernels.linear import AgreeMax, DequantizingLinear, Form, PlainLinear
 
 PackedLinear = PlainLinear | DequantizingLinear | RowScaledLinear | Int8DynamicLinear | Int4Linear
 
@@ -73,4 +56,4 @@ def form_of(weight: Tensor) -> Form:
 
 def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype, device: str) -> int:
     """Bytes that a packed weight [rows, columns] holds."""
-    return choose(form, rows, columns, device).packed_bytes(rows, columns, form.group_size, dtype)
+    return choose(form, rows, columns, device).packed_bytes(form, rows, columns, dtype)
