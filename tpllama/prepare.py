@@ -127,7 +127,9 @@ class Preparation:
     def __enter__(self) -> Preparation:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            self._leader = None  # ranks that broke off in the middle of a step can't be told to stop
         self.close()
 
     def close(self) -> None:

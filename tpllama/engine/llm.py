@@ -110,8 +110,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._engine = None  # type: ignore[assignment]
+        self._preparation.__exit__(*error)
 
     def _open_engine(self) -> Engine:
         if self._engine is None:

@@ -54,7 +54,12 @@ class Tokenizer:
         """The tokens of a conversation up to where the assistant speaks."""
         if not self.has_chat_template:
             raise UserError("found no chat template in the model's tokenizer, expected one, use --raw prompts")
-        rendered = self._given().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        from jinja2 import TemplateError
+
+        try:
+            rendered = self._given().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise UserError(f"found a conversation that the model's chat template refuses ({error})") from None
         return self._given().encode(rendered, add_special_tokens=False)
 
     def decode(self, token_ids: SequenceOf[int]) -> str:

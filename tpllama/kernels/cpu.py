@@ -34,7 +34,7 @@ class RowScaledLinear(nn.Module):
         self.register_buffer("qdata", qdata)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
-        # In bfloat16 the int8 kernel reads past a row's end when its length is no multiple of 16; in float16 it is slow.
+        # The int8 kernel: in bfloat16 it reads past rows that are no multiple of 16 long; in float16 it is slow.
         self.kernel_fits = qdata.dtype == torch.int8 and qdata.shape[1] % 16 == 0 and scale.dtype != torch.float16
 
     @classmethod

@@ -27,6 +27,8 @@ def join(place: Place, device_type: str, listener: socket.socket | None = None) 
     """
     if place.size == 1:
         return None, OneRank()
+    if dist.is_initialized():
+        raise RuntimeError("this process is in a process group already, close the LLM with tp > 1 that it has")
     backend = "nccl" if device_type == "cuda" else "gloo"
     if place.port is None:
         dist.init_process_group(backend, timeout=_PATIENCE)

@@ -28,7 +28,7 @@ _COUNTER_STRIDE = 8  # int64 counters, one per cache line
 # Waiting: spin while an answer may come within microseconds, then give way, then sleep.
 _SPINS = 400
 _YIELD_S = 0.005
-_SLEEP_S = 0.0002
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0001, 0.002
 _CHECK_EVERY_S = 0.05
 
 
@@ -140,12 +140,14 @@ class SharedMemoryRanks:
 
     def _wait(self, other: int, place: int) -> None:
         started = checked = time.monotonic()
+        sleep_s = _SHORTEST_SLEEP_S
         while self._counters[place] < self._operation:
             now = time.monotonic()
             if now - started < _YIELD_S:
                 os.sched_yield()
             else:
-                time.sleep(_SLEEP_S)
+                time.sleep(sleep_s)
+                sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)
             if now - checked > _CHECK_EVERY_S:
                 checked = now
                 self._check_alive(other)
