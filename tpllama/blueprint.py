@@ -48,7 +48,7 @@ class Blueprint:
     @staticmethod
     def of(engine: EngineConfig, checkpoint: Checkpoint, device: str) -> Blueprint:
         """Raises UserError for whatever can be known now: config, degree, recipe, tensors that don't fit."""
-        config = LlamaConfig.from_hf(overridden(checkpoint, engine.model_overrides))
+        config = LlamaConfig.from_hf(overridden(checkpoint, engine.json_model_override_args))
         plan = llama_plan(config, engine.tp)
         recipes = RecipeMap.parse(engine.torchao_config, engine.quantize_lm_head)
         recipes.check_device(device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpllama.config import UserError
+from tpllama.config import EngineConfig, UserError
 from tpllama.engine.llm import LLM
 from tpllama.engine.request import SamplingParams
 from tpllama.parallel.launch import Death
@@ -77,7 +78,6 @@ def _answer(llm: LLM, messages: list[dict[str, Any]], line: str, params: Samplin
 def plan(arguments: argparse.Namespace) -> None:
     """What each layer will become, from config and headers alone."""
     from tpllama.checkpoint.open import open_checkpoint
-    from tpllama.config import EngineConfig
     from tpllama.start import draw_blueprint
 
     place = torchrun_place(os.environ)
@@ -89,10 +89,8 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    same: tuple[str, ...] = ("model", "torchao_config", "quantize_lm_head", "dtype", "device", "max_seq_len", "seed")
-    same += ("compile", "load_format", "batch_invariant", "strict")
-    options = {name: getattr(arguments, name) for name in same}
-    return options | {"model_overrides": arguments.json_model_override_args}
+    fields = {field.name for field in dataclasses.fields(EngineConfig)} - {"tp"}
+    return {name: value for name, value in vars(arguments).items() if name in fields}
 
 
 def _prepare(arguments: argparse.Namespace) -> Preparation:

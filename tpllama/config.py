@@ -286,7 +286,7 @@ class EngineConfig:
     max_seq_len: int | None = None
     seed: int = 0
     compile: str = "auto"
-    model_overrides: Mapping[str, Any] | None = None
+    json_model_override_args: Mapping[str, Any] | None = None
     load_format: str = "auto"
     batch_invariant: bool = False
     strict: bool = False

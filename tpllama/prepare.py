@@ -41,7 +41,7 @@ class Preparation:
         self.config = EngineConfig(model=model, tp=degree, torchao_config=torchao_config, **options)
         RecipeMap.parse(torchao_config)  # a wrong name is said before anything is started
         self.checkpoint: Checkpoint = open_checkpoint(model, weights=self.config.load_format != "dummy")
-        check_tp(LlamaConfig.from_hf(overridden(self.checkpoint, self.config.model_overrides)), degree)
+        check_tp(LlamaConfig.from_hf(overridden(self.checkpoint, self.config.json_model_override_args)), degree)
         self.load_seconds = 0.0
         self._leader: Any = None
         self._followers: Followers | None = None

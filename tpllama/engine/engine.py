@@ -54,6 +54,7 @@ class Engine:
         self.limits = limits
         self.seed = seed
         self.batch_invariant = batch_invariant
+        self._group: list[Sequence] = []  # whose keys and values the cache holds
 
     def generate(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[Piece]:
         """Pieces of all texts as they come. Raises UserError, before any work, for a prompt that doesn't fit."""
@@ -70,6 +71,7 @@ class Engine:
             yield from self._run_group(prompts, sequences[first : first + size])
 
     def _run_group(self, prompts: list[Prompt], group: list[Sequence]) -> Iterator[Piece]:
+        self._group = group
         self.executor.allocate(len(group), max(sequence.max_length for sequence in group))
         scheduler = Scheduler(group, alone=self.batch_invariant)
         by_row = {sequence.row: sequence for sequence in group}
@@ -77,6 +79,8 @@ class Engine:
             sequence.row: TextStream(self.tokenizer, sequence.prompt_ids, sequence.params.stop) for sequence in group
         }
         while batch := scheduler.schedule():
+            if self._group is not group:
+                raise RuntimeError("another generation began before this one was finished: finish or drop one first")
             sampled = iter(self.executor.run(batch))
             for chunk in batch:
                 sequence = by_row[chunk.row]

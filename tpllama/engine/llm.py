@@ -64,6 +64,8 @@ class LLM:
         """Completions of raw texts or token ids (no chat template), in order; `n` outputs in a row per prompt."""
         many = self._as_prompts(prompts)
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise UserError(f"found {len(each)} sampling parameters for {len(many)} prompts, expected one for each")
         return self._collect(many, list(each))
 
     def chat(self, messages: list[Message] | list[list[Message]], params: SamplingParams | None = None) -> list[Output]:
@@ -75,7 +77,7 @@ class LLM:
     def stream(self, prompt: PromptLike | list[Message], params: SamplingParams | None = None) -> Iterator[Piece]:
         """Pieces of the text after one prompt, or of the answer to one conversation, as they come."""
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-        single = self._preparation.chat_prompt(prompt) if is_chat else self._as_prompts(prompt)[0]  # type: ignore[arg-type]
+        single = self._preparation.chat_prompt(prompt) if is_chat else self._as_prompts([prompt])[0]  # type: ignore[arg-type]
         return self.pieces([single], [params or SamplingParams()])
 
     def pieces(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[Piece]:
@@ -132,4 +134,4 @@ class LLM:
 def _rows(token_ids: Any) -> list[list[int]]:
     """One sequence or several, as lists or a tensor, as a list of lists."""
     values = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
-    return [values] if values and isinstance(values[0], int) else [list(row) for row in values]
+    return [values] if not values or isinstance(values[0], int) else [list(row) for row in values]

@@ -54,6 +54,8 @@ class Tokenizer:
         """The tokens of a conversation up to where the assistant speaks."""
         if not self.has_chat_template:
             raise UserError("found no chat template in the model's tokenizer, expected one, use --raw prompts")
+        if not messages:
+            raise UserError("found an empty conversation, expected at least one message")
         from jinja2 import TemplateError
 
         try:

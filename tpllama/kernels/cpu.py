@@ -121,7 +121,7 @@ class Int4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.dynamic:
             x = quantize_dequantize_tokens(x, self.agree_max)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group_size, self.scales_and_zeros)
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)

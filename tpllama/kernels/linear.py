@@ -109,6 +109,8 @@ def quantize_dequantize_tokens(x: Tensor, agree_max: AgreeMax | None) -> Tensor:
         quantize_affine,
     )
 
+    if x.numel() == 0:
+        return x
     tokens = x.reshape(-1, x.shape[-1])
     extremes = torch.cat(token_range(tokens, agree_max), dim=1)
     limits = {"quant_min": -128, "quant_max": 127}

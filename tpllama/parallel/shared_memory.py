@@ -153,7 +153,15 @@ class SharedMemoryRanks:
                 self._check_alive(other)
 
     def _check_alive(self, other: int) -> None:
-        try:
-            os.kill(self._pids[other], 0)
-        except ProcessLookupError:
-            raise RankLost(f"rank {other} is gone") from None
+        if not _is_alive(self._pids[other]):
+            raise RankLost(f"rank {other} is gone")
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs. One that has ended, but whose parent has taken no note of it yet, does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpllama.config import UserError
 from tpllama.quantization.recipes import HEAD, Family, Recipe, RecipeMap
+
+_NO_RECIPE = "recipe none"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def decide(shapes: Mapping[str, tuple[int, int]], recipes: RecipeMap, strict: bo
             )
     asked = any(recipe is not None for _, recipe in recipes.rules)
     if asked and not any(decision.recipe for decision in decisions.values()):
-        reason = next(iter(decisions.values())).reason
+        reason = next((each.reason for each in decisions.values() if each.reason != _NO_RECIPE), _NO_RECIPE)
         raise UserError(f"found no layer that {recipes.name} can quantize ({reason}), choose another recipe or none")
     return decisions
 
@@ -48,9 +50,9 @@ def decide(shapes: Mapping[str, tuple[int, int]], recipes: RecipeMap, strict: bo
 def _decide(name: str, shape: tuple[int, int], recipes: RecipeMap) -> Decision:
     recipe = recipes.recipe_for(name)
     if recipe is None:
-        if name == HEAD and recipes.rules[0][1] is not None:
+        if name == HEAD and replace(recipes, quantize_lm_head=True).recipe_for(HEAD) is not None:
             return Decision(None, "the output head is quantized only with --quantize-lm-head or by name")
-        return Decision(None, "recipe none")
+        return Decision(None, _NO_RECIPE)
     if any(size % recipe.family.multiple_of for size in shape):
         return Decision(
             None, f"{recipe.name} needs sizes that are multiples of {recipe.family.multiple_of}", refused=True
