@@ -85,9 +85,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, context: SequenceOf[int], stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
-        # Decoders look at neighbours (a space before a word): the last tokens of the prompt give the first new
-        # one its context.
-        self._ids = list(context[-4:])
+        self._ids = _end_of(tokenizer, context)
         self._prefix = 0
         self._read = len(self._ids)
         self._partial_tokens = 0
@@ -130,6 +128,16 @@ class TextStream:
             piece, self._held = pending[: len(pending) - held], pending[len(pending) - held :]
         self.text += piece
         return piece
+
+
+def _end_of(tokenizer: Tokenizer, ids: SequenceOf[int]) -> list[int]:
+    """The last tokens of a prompt, which give the first new one its context: decoders look at neighbours.
+
+    They begin with a whole character, for some decoders give up on a run of bytes that begins within one.
+    """
+    sizes = range(4, 4 + _MAX_HELD_TOKENS)
+    ends = (list(ids[-size:]) for size in sizes)
+    return next((end for end in ends if not tokenizer.decode(end).startswith(_REPLACEMENT)), list(ids[-4:]))
 
 
 def _overlap(text: str, stop: str) -> int:
