@@ -1,6 +1,6 @@
 """What will be built: model, plan and recipe put together, before any weight is read and without other ranks.
 
-With `build.py` the composition root: the only two files where the plan, the recipe and the checkpoint meet.
+Part of the composition root (see `build.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Blueprint:
     recipes: RecipeMap
     decisions: Mapping[str, Decision]
     shapes: Mapping[str, tuple[int, ...]]
+    context_length: int
 
     @staticmethod
     def of(engine: EngineConfig, checkpoint: Checkpoint, device: str) -> Blueprint:
@@ -61,18 +62,8 @@ class Blueprint:
         return Blueprint(
             name=engine.model, config=config, engine=engine, tp=engine.tp, device=device,
             dtype=getattr(torch, engine.dtype), plan=plan, recipes=recipes, decisions=decisions, shapes=shapes,
+            context_length=_context_length(config, engine.max_seq_len),
         )  # fmt: skip
-
-    @property
-    def context_length(self) -> int:
-        """The longest sequence: the model's own, or less if the user said so."""
-        longest = self.config.max_position
-        if self.config.rope.rope_type == "dynamic":
-            longest = int(longest * self.config.rope.parameters["factor"])
-        asked = self.engine.max_seq_len
-        if asked is not None and asked > longest:
-            raise UserError(f"found max_seq_len {asked}, expected at most the model's {longest}, lower it")
-        return asked or longest
 
     def heads(self, rank: int) -> tuple[int, int]:
         """Query heads and key-value heads of a rank."""
@@ -166,6 +157,16 @@ class Blueprint:
             "kv_bytes_per_token_per_rank": self.kv_bytes_per_token_per_rank(),
             "layers": list(self.layer_rows()),
         }
+
+
+def _context_length(config: LlamaConfig, asked: int | None) -> int:
+    """The longest sequence: the model's own, or less if the user says so."""
+    longest = config.max_position
+    if config.rope.rope_type == "dynamic":
+        longest = int(longest * config.rope.parameters["factor"])
+    if asked is not None and asked > longest:
+        raise UserError(f"found max_seq_len {asked}, expected at most the model's {longest}, lower it")
+    return asked or longest
 
 
 def meta_model(config: LlamaConfig) -> Llama:

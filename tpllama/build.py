@@ -1,10 +1,15 @@
 """From a blueprint and files to a model that runs: shard, then load, quantize and pack one weight at a time.
 
-Peak memory of a rank is its packed share and about one weight more.
+The composition root is `prepare.py` (the leader's way to an engine), `follow.py` (a follower's), `start.py` (a
+rank's start), `blueprint.py` (what will be built) and this file: only there do the axes meet.
+
+Peak memory of a rank is its packed share and about one weight more (bench/load_memory.py).
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,11 +26,15 @@ from tpllama.model.llama import Llama
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.plan import style_of
 from tpllama.parallel.shard import owned_slices, shard
-from tpllama.quantization.quantize import columns_to_read, quantize
+from tpllama.quantization.quantize import columns_to_read, join_rows, quantize
 from tpllama.quantization.recipes import HEAD
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Rows are read and quantized in blocks of about so many elements: conversions take several times their bytes.
+# On the CPU they stay in its caches; a GPU wants fewer and larger steps.
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 def build(
@@ -63,6 +72,7 @@ class _Loader:
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
                 model.set_submodule(name, self._linear(name, module, model))
+                _give_back_memory()
             else:
                 for parameter_name, parameter in module.named_parameters(recurse=False):
                     loaded = self._read(f"{name}.{parameter_name}", owned_slices(parameter))
@@ -82,19 +92,40 @@ class _Loader:
         agree_max = self.ranks.max if is_row_split else None
         if recipe is None:
             return pack(self._read(source, (rows, columns)), bias, self.device.type, agree_max)
-        reading = columns_to_read(recipe, columns, self.blueprint.shapes[source][1])
-        weight = self._read(source, (rows, reading))
+        in_features = self.blueprint.shapes[source][1]
+        reading = columns_to_read(recipe, columns, in_features)
         own = slice(columns.start - reading.start, columns.stop - reading.start)
-        is_scale_shared = is_row_split or (self.ranks.size > 1 and recipe.family.extent == "tensor")
-        neutral = quantize(weight, recipe, own, self.ranks.max if is_scale_shared else None)
-        del weight
-        return pack(neutral, bias, self.device.type, agree_max)
+        is_of_tensor = recipe.family.extent == "tensor"
+        is_scale_shared = is_row_split or (self.ranks.size > 1 and is_of_tensor)
+        agree_scale = self.ranks.max if is_scale_shared else None
+        # Ranks that agree on scales have the same rows, and so the same blocks.
+        blocks = [rows] if is_of_tensor else self._row_blocks(rows, in_features)
+        parts = (quantize(self._read(source, (block, reading)), recipe, own, agree_scale) for block in blocks)
+        return pack(join_rows(parts, rows.stop - rows.start), bias, self.device.type, agree_max)
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """A slice of a weight, or all of it, in the model's dtype on this rank's device."""
+        rows, *columns = index
+        blocks = self._row_blocks(rows, columns[0].stop - columns[0].start if columns else 1)
+        if len(blocks) == 1:
+            return self._read_block(name, index)
+        shape = [part.stop - part.start for part in index]
+        whole = torch.empty(shape, dtype=self.blueprint.dtype, device=self.device)
+        for block in blocks:
+            whole[block.start - rows.start : block.stop - rows.start] = self._read_block(name, (block, *columns))
+        return whole
+
+    def _read_block(self, name: str, index: tuple[slice, ...]) -> Tensor:
         tensor = self.checkpoint.read(name, index).to(self.device, self.blueprint.dtype)
         if self.blueprint.engine.strict and self.bad is None and not bool(tensor.isfinite().all()):
             self.bad = name
         return tensor
+
+    def _row_blocks(self, rows: slice, columns: int) -> list[slice]:
+        """Rows in blocks of about _BLOCK_ELEMENTS, with borders at multiples of 256."""
+        size = max(_BLOCK_ELEMENTS[self.device.type] // columns // 256, 1) * 256
+        inner = range((rows.start // size + 1) * size, rows.stop, size)
+        return [slice(*borders) for borders in itertools.pairwise((rows.start, *inner, rows.stop))]
 
     def _agree_on_bad_values(self) -> None:
         """Every rank raises alike, whichever found a value that is no finite number."""
@@ -109,14 +140,21 @@ class _Loader:
             )
 
 
+def _give_back_memory() -> None:
+    """Gives memory freed by conversions back to the system; glibc would keep it in pieces that the next don't fit."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _connect(model: Llama, blueprint: Blueprint, ranks: Ranks) -> None:
     """Adds the collectives of split modules, which hold their local weights by now."""
     if ranks.size == 1:
         return
-    for name, module in model.named_modules():
+    for name, module in list(model.named_modules()):
         style = style_of(blueprint.plan, name)
         if style is not None and style.connect is not None:
-            style.connect(module, ranks, style.ranges[ranks.rank])
+            model.set_submodule(name, style.connect(module, ranks, style.ranges[ranks.rank]))
 
 
 def weight_bytes(model: nn.Module) -> int:

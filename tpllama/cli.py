@@ -13,7 +13,10 @@ from tpllama.quiet import quiet_libraries
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with our form of error: one line, exit code 2."""
+    """argparse with our form of error: one line, exit code 2. Flags must be spelled out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"found {message}, expected what {self.prog} --help lists")
@@ -61,11 +64,13 @@ def _complain(error: Exception, code: int, is_debug: bool) -> int:
         import traceback
 
         traceback.print_exc()
-    # What the user gave is wrong on every rank alike; only the first says so.
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first or (code == 1 and type(error).__name__ != "RankLost"):
+    # What the user gave is wrong on every rank alike: only the first says so. A failure is a rank's own.
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
+    is_loss = type(error).__name__ == "RankLost"
+    if rank == "0" or (code == 1 and not is_loss):
         text = " ".join(str(error).split()) or type(error).__name__
-        print(f"tpllama: error: {text}", file=sys.stderr, flush=True)
+        whose = f"rank {rank} failed: " if rank != "0" else ""
+        print(f"tpllama: error: {whose}{text}", file=sys.stderr, flush=True)
     return code
 
 
@@ -103,7 +108,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--json-model-override-args", type=_json_object, metavar="JSON", help="merged into the model's config")
     add("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights from config.json alone")
     add("--batch-invariant", action="store_true", help="a text does not depend on its company, bit for bit")
-    add("--strict", action="store_true", help="a layer that can't be quantized as asked is an error")
+    add(
+        "--strict",
+        action="store_true",
+        help="a layer that can't be quantized as asked, or a weight that is no finite number, is an error",
+    )
     add("--debug", action="store_true", help="tracebacks, and warnings of libraries")
 
 

@@ -275,7 +275,7 @@ def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the user asked for: one field per common flag (see `tpllama generate --help`)."""
+    """What the user asked for: the common flags of `tpllama generate --help`, and how many texts share a batch."""
 
     model: str = "smollm2"
     tp: int = 1

@@ -35,6 +35,7 @@ def _follow(engine: EngineConfig, place: Place) -> None:
 
     checkpoint = open_checkpoint(engine.model, weights=engine.load_format != "dummy")
     runner = start_rank(draw_blueprint(engine, checkpoint), checkpoint, place)
+    del checkpoint  # nothing more is read: its files are closed
     follow(runner, runner.ranks)
 
 
@@ -46,7 +47,8 @@ def _fail(error: Exception, is_debug: bool) -> int:
 
         traceback.print_exc()
     # A rank that only lost another has nothing to say about why.
-    report_failure(None if isinstance(error, RankLost) else f"{type(error).__name__}: {error}", user_error=False)
+    is_loss = isinstance(error, RankLost)
+    report_failure(None if is_loss else f"{type(error).__name__}: {error}", user_error=False)
     return 1
 
 

@@ -1,10 +1,11 @@
 """Everything before the weights, then the weights: the way from a user's words to an engine, on the leader.
 
-Part of the composition root, with `blueprint.py`, `build.py` and `start.py`.
+Part of the composition root (see `build.py`).
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from tpllama.quantization.recipes import RecipeMap
 
 if TYPE_CHECKING:
     from tpllama.engine.engine import Engine, Prompt
+    from tpllama.engine.lockstep import Leader
     from tpllama.engine.tokenizer import Message
 
 PromptLike = str | Sequence[int]
@@ -43,18 +45,24 @@ class Preparation:
         self.checkpoint: Checkpoint = open_checkpoint(model, weights=self.config.load_format != "dummy")
         check_tp(LlamaConfig.from_hf(overridden(self.checkpoint, self.config.json_model_override_args)), degree)
         self.load_seconds = 0.0
-        self._leader: Any = None
+        self._leader: Leader | None = None
+        self._has_joined = False
         self._followers: Followers | None = None
         self.place = torchrun or Place(0, degree, 0, degree)
         if torchrun is None and degree > 1:
-            self._followers = Followers(degree, {"engine": asdict(self.config), "debug": debug}, os.environ)
+            # Every rank reads the very files that the leader found.
+            engine = asdict(self.config) | {"model": str(self.checkpoint.path)}
+            self._followers = Followers(degree, {"engine": engine, "debug": debug}, os.environ)
             if on_rank_death:
                 self._followers.on_death(on_rank_death, grace_s=3)
             self.place = Place(0, degree, 0, degree, self._followers.port)
         with self._closing_on_error():
             from tpllama.engine.tokenizer import Tokenizer
+            from tpllama.parallel.mesh import check_free
             from tpllama.start import draw_blueprint
 
+            if degree > 1:
+                check_free()
             self.blueprint = draw_blueprint(self.config, self.checkpoint)
             self.tokenizer = Tokenizer(self.checkpoint.tokenizer() if self.place.rank == 0 else None)
 
@@ -64,7 +72,7 @@ class Preparation:
 
         if isinstance(prompt, str):
             return self._checked(Prompt(self.tokenizer.encode(prompt), prompt))
-        return self._checked(Prompt(list(prompt)))
+        return self._checked(Prompt(_ids(prompt)))
 
     def chat_prompt(self, messages: list[Message]) -> Prompt:
         """A conversation's prompt. Raises UserError where it doesn't fit."""
@@ -86,18 +94,34 @@ class Preparation:
 
         started = time.perf_counter()
         listener = self._followers.listener if self._followers else None
+        self._has_joined = self.place.size > 1
         with self._closing_on_error(), self.blaming_ranks():
-            runner = start_rank(self.blueprint, self.checkpoint, self.place, listener)
+            runner = start_rank(self.blueprint, self.checkpoint, self.place, listener, self._check_ranks)
             if self.place.rank > 0:
                 follow(runner, runner.ranks)
                 raise SystemExit(0)
             self._leader = Leader(runner, runner.ranks) if self.place.size > 1 else None
         self.load_seconds = time.perf_counter() - started
         config = self.blueprint.config
-        eos = dict.fromkeys((*self.checkpoint.eos_token_ids, *config.eos_token_ids, *self.tokenizer.eos_token_ids))
+        eos = self._eos_token_ids()
+        del self.checkpoint  # nothing more is read: its files are closed
         limits = Limits(self.blueprint.context_length, config.vocab_size, self.config.max_batch_size)
         executor = self._leader or runner
-        return Engine(executor, self.tokenizer, tuple(eos), limits, self.config.seed, self.config.batch_invariant)
+        return Engine(executor, self.tokenizer, eos, limits, self.config.seed, self.config.batch_invariant)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text: what the user's override says, or all that the files name."""
+        own = self.blueprint.config.eos_token_ids
+        if "eos_token_id" in (self.config.json_model_override_args or {}):
+            return own
+        return tuple(dict.fromkeys((*self.checkpoint.eos_token_ids, *own, *self.tokenizer.eos_token_ids)))
+
+    def _check_ranks(self) -> None:
+        """Raises RankLost if a rank that we started has ended."""
+        if self._followers and (death := self._followers.first_death()):
+            from tpllama.parallel.collectives import RankLost
+
+            raise RankLost(death.describe())
 
     @contextmanager
     def blaming_ranks(self) -> Iterator[None]:
@@ -140,7 +164,16 @@ class Preparation:
         if self._followers is not None:
             self._followers.close()
             self._followers = None
-        if self.place.size > 1:
+        if self._has_joined:
             from tpllama.parallel.mesh import leave
 
-            leave(self.place)
+            self._has_joined = False
+            leave()
+
+
+def _ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids as plain integers, from any sequence of integers, tensors and arrays included."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise UserError(f"found a prompt of {type(tokens).__name__}, expected text or a list of token ids") from None

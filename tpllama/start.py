@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
 import torch
 
@@ -31,19 +32,21 @@ def resolve_device(asked: str, local_rank: int = 0) -> torch.device:
 
 
 def start_rank(
-    blueprint: Blueprint, checkpoint: Checkpoint, place: Place, listener: socket.socket | None = None
+    blueprint: Blueprint,
+    checkpoint: Checkpoint,
+    place: Place,
+    listener: socket.socket | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> Runner:
-    """Joins the other ranks and loads this one's share. Raises UserError for files that can't be loaded."""
+    """Joins the other ranks (see `join`), loads this one's share. Raises UserError for files that can't be loaded."""
     torch.set_num_threads(threads_per_rank(place.local_size, os.environ))
     device = resolve_device(blueprint.engine.device, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    mesh, ranks = join(place, device.type, listener)
+    mesh, ranks = join(place, device.type, listener, while_waiting)
     return build(blueprint, checkpoint, mesh, ranks, device)
 
 
 def draw_blueprint(engine: EngineConfig, checkpoint: Checkpoint) -> Blueprint:
     """The blueprint for the device that `engine` asks for. Raises UserError for what can't work."""
-    blueprint = Blueprint.of(engine, checkpoint, resolve_device(engine.device).type)
-    _ = blueprint.context_length
-    return blueprint
+    return Blueprint.of(engine, checkpoint, resolve_device(engine.device).type)

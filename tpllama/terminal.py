@@ -1,4 +1,4 @@
-"""What people see: texts in order, the summary line, the plan's table. The only module that writes to the terminal."""
+"""What people see: texts in order, the summary line, the plan's table. Only errors are written elsewhere."""
 
 from __future__ import annotations
 

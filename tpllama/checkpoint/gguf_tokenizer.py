@@ -35,19 +35,31 @@ def build_tokenizer(reader: MappedReader, path: Path) -> PreTrainedTokenizerBase
         return None
     pre = reader.value("tokenizer.ggml.pre") or "default"
     try:
-        if model == "gpt2" and pre in _PRE_TOKENIZERS:
-            return _byte_level(reader, pre)
+        if model == "gpt2":
+            return _byte_level(reader, _known_pre_tokenizer(pre, path))
         from transformers import AutoTokenizer
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True
         )
+    except UserError:
+        raise
     except Exception as error:  # The tokenizers library raises plain Exception for an inconsistent vocabulary.
         raise UserError(
             f"found a tokenizer in {path} that can't be read ({first_line(error)}), expected a whole vocabulary, "
             f"download the file again"
         ) from error
     return tokenizer
+
+
+def _known_pre_tokenizer(pre: str, path: Path) -> str:
+    """`pre`, if its way of cutting text is known here: any other would silently give other tokens."""
+    if pre not in _PRE_TOKENIZERS:
+        raise UserError(
+            f"found pre-tokenizer {pre!r} in {path}, expected one of {', '.join(_PRE_TOKENIZERS)}, "
+            f"use the model in Hugging Face's form"
+        )
+    return pre
 
 
 def _byte_level(reader: MappedReader, pre: str) -> PreTrainedTokenizerBase:

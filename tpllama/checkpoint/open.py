@@ -64,24 +64,22 @@ def open_checkpoint(model: str, weights: bool = True) -> Checkpoint:
     Without `weights` a directory needs its config.json alone, and `tensors` may be empty.
     Raises UserError: nothing there, an unknown format, damaged headers.
     """
-    from tpllama.checkpoint.gguf import GgufCheckpoint
+    path = Path(model).expanduser()
+    if model == EMBEDDED_MODEL or (path.suffix == ".gguf" and path.is_file()):
+        from tpllama.checkpoint.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(_embedded_path() if model == EMBEDDED_MODEL else path)
+    if path.is_file():
+        raise UserError(f"found file {model}, expected a directory or a .gguf file, pass the model's directory")
+    is_hub_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if not path.is_dir() and not is_hub_id:
+        raise UserError(
+            f"found no model at {model!r}, expected a directory, a .gguf file, a hub id org/name or "
+            f"{EMBEDDED_MODEL!r}, check the path"
+        )
     from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, hub_snapshot
 
-    if model == EMBEDDED_MODEL:
-        return GgufCheckpoint(_embedded_path())
-    path = Path(model).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise UserError(f"found file {model}, expected a directory or a .gguf file, pass the model's directory")
-        return GgufCheckpoint(path)
-    if path.is_dir():
-        return HuggingFaceCheckpoint(path, weights)
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return HuggingFaceCheckpoint(hub_snapshot(model, weights), weights)
-    raise UserError(
-        f"found no model at {model!r}, expected a directory, a .gguf file, a hub id org/name or {EMBEDDED_MODEL!r}, "
-        f"check the path"
-    )
+    return HuggingFaceCheckpoint(path if path.is_dir() else hub_snapshot(model, weights), weights)
 
 
 def overridden(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# As safetensors and as torch spell them.
+_FLOATING = ("f16", "bf16", "f32", "f64", "float16", "bfloat16", "float32", "float64")
+
+
 class WeightFile(Protocol):
     """An opened file of named tensors."""
 
@@ -45,9 +49,13 @@ class SafetensorsFile:
         try:
             # The numpy handle reads shapes of any dtype, bfloat16 included: it makes no arrays.
             with safe_open(path, framework="np") as file:
-                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                self.shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
+                dtypes = {name: part.get_dtype() for name, part in parts.items()}
         except (SafetensorError, OSError) as error:
             raise _damaged(path, error) from error
+        for name, dtype in dtypes.items():
+            _check_dtype(path, name, dtype)
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         try:
@@ -96,7 +104,17 @@ def _load_state_dict(path: Path) -> dict[str, torch.Tensor]:
                 f"found {name!r} in {path} holding a {type(value).__name__}, expected a tensor, "
                 f"save the model's state dict alone"
             )
+        _check_dtype(path, name, str(value.dtype).removeprefix("torch."))
     return state
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    """Raises UserError for a tensor that is no plain floating-point weight."""
+    if dtype.lower() not in _FLOATING and not name.endswith("inv_freq"):
+        raise UserError(
+            f"found tensor {name} of dtype {dtype} in {path}, expected a floating-point weight (float16, bfloat16, "
+            f"float32 or float64), quantized checkpoints aren't read yet"
+        )
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

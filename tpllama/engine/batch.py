@@ -9,9 +9,10 @@ from tpllama.engine.request import TokenLogprobs
 
 @dataclass(frozen=True)
 class Draw:
-    """How to choose the token after a chunk. `key` makes the draw's noise its own: seed, sample and position.
+    """How to choose the token after a chunk.
 
-    `seen`: the ids that the repetition penalty applies to.
+    `key` makes the draw's noise its own: seed, sample and count of new tokens. `seen`: the ids that the repetition
+    penalty applies to.
     """
 
     temperature: float

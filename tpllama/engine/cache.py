@@ -13,9 +13,13 @@ from tpllama.engine.batch import Batch
 
 @dataclass(frozen=True)
 class _Decode:
-    """A step in which each sequence has one token: rows and positions, int64 [n]; mask, bool [n, 1, 1, slots]."""
+    """A step in which each sequence has one token: rows and positions, int64 [n]; mask, bool [n, 1, 1, slots].
 
-    rows: Tensor | slice
+    `run`: the rows as a slice, where they follow each other, so that reading them makes no copy.
+    """
+
+    rows: Tensor
+    run: slice | None
     positions: Tensor
     slots: int
     mask: Tensor
@@ -61,8 +65,8 @@ class StaticCache:
         slots = max(chunk.stop for chunk in batch)
         mask = torch.arange(slots, device=self.device) <= positions[:, None]
         is_run = rows == list(range(rows[0], rows[0] + len(rows)))
-        where = slice(rows[0], rows[-1] + 1) if is_run else torch.tensor(rows, device=self.device)
-        return _Decode(where, positions, slots, mask[:, None, None, :])
+        run = slice(rows[0], rows[-1] + 1) if is_run else None
+        return _Decode(torch.tensor(rows, device=self.device), run, positions, slots, mask[:, None, None, :])
 
     def _prefill(self, batch: Batch) -> list[_Prefill]:
         step, first = [], 0
@@ -90,17 +94,13 @@ class StaticCache:
         return out
 
     def _attend_decode(self, step: _Decode, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys_rows, values_rows = keys[step.rows], values[step.rows]
-        each = torch.arange(q.shape[0], device=self.device)
-        keys_rows[each, :, step.positions] = k
-        values_rows[each, :, step.positions] = v
-        if not isinstance(step.rows, slice):  # then the rows above are copies
-            keys[step.rows, :, step.positions] = k
-            values[step.rows, :, step.positions] = v
+        keys[step.rows, :, step.positions] = k
+        values[step.rows, :, step.positions] = v
+        rows = step.rows if step.run is None else step.run
+        stored_keys, stored_values = (x[:, :, : step.slots][rows] for x in (keys, values))
         # The query heads of a KV head become rows of one query matrix: keys and values are not repeated.
         grouped = q.unflatten(1, (-1, self.queries_per_kv))
-        stored = slice(0, step.slots)
-        out = F.scaled_dot_product_attention(grouped, keys_rows[:, :, stored], values_rows[:, :, stored], step.mask)
+        out = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, step.mask)
         return out.flatten(1, 2)
 
 

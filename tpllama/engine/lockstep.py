@@ -6,12 +6,14 @@ The messages are pickled between the ranks of one run, which the same user start
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from tpllama.engine.batch import Batch, Sampled
 from tpllama.engine.runner import Runner
-from tpllama.parallel.collectives import Ranks
+from tpllama.parallel.collectives import RankLost, Ranks
 
 _STOP = "stop"
 
@@ -22,29 +24,39 @@ class Leader:
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._runner = runner
         self._ranks = ranks
+        self._is_broken = False
 
     def allocate(self, rows: int, slots: int) -> None:
-        self._say("allocate", rows, slots)
-        self._runner.allocate(rows, slots)
+        with self._in_step("allocate", rows, slots):
+            self._runner.allocate(rows, slots)
 
     def run(self, batch: Batch) -> list[Sampled]:
-        self._say("run", batch)
-        return self._runner.run(batch)
+        with self._in_step("run", batch):
+            return self._runner.run(batch)
 
     def logits(self, tokens: list[list[int]]) -> Tensor:
-        self._say("logits", tokens)
-        return self._runner.logits(tokens)
+        with self._in_step("logits", tokens):
+            return self._runner.logits(tokens)
 
     def peak_memory_bytes(self) -> list[int]:
-        self._say("peak_memory_bytes")
-        return self._runner.peak_memory_bytes()
+        with self._in_step("peak_memory_bytes"):
+            return self._runner.peak_memory_bytes()
 
     def stop(self) -> None:
-        """Ends the followers' loops."""
-        self._say(_STOP)
+        """Ends the followers' loops, where they are in step; those that are not have to be ended from outside."""
+        if not self._is_broken:
+            with self._in_step(_STOP):
+                pass
 
-    def _say(self, operation: str, *arguments: object) -> None:
+    @contextmanager
+    def _in_step(self, operation: str, *arguments: object) -> Iterator[None]:
+        """Has the followers do what the block does here. A block that breaks off leaves them in the middle of it."""
+        if self._is_broken:
+            raise RankLost("a step was broken off before its end, so the ranks are out of step: close this LLM")
+        self._is_broken = True
         self._ranks.broadcast(pickle.dumps((operation, arguments), pickle.HIGHEST_PROTOCOL))
+        yield
+        self._is_broken = False
 
 
 def follow(runner: Runner, ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -84,8 +85,15 @@ class Runner:
 
     def peak_memory_bytes(self) -> list[int]:
         """Each rank's peak: of its process, or of what torch took on its GPU."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        is_gpu = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if is_gpu else _peak_resident_bytes()
         return [int(each) for each in self.ranks.gather(torch.tensor([peak], device=self.device))[:, 0]]
+
+
+def _peak_resident_bytes() -> int:
+    """This process's own peak: getrusage's is inherited from the process that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        [line] = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -9,6 +9,7 @@ at any number of ranks, and a difference can only come from logits that nearly t
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from tpllama.engine.batch import Draw, Sampled
 from tpllama.engine.request import TokenLogprobs
 from tpllama.parallel.collectives import Ranks
+
+_Ids = TypeVar("_Ids", int, Tensor)
 
 # Candidates a rank offers first when a filter by probability mass is on; more follow if they don't suffice.
 _FIRST_CANDIDATES = 64
@@ -164,7 +167,7 @@ def _row_threshold(candidates: Tensor, total: float, complete_from: float, draw:
 
 def gumbel(key: tuple[int, int, int], tokens: Tensor) -> Tensor:
     """Standard Gumbel noise for each token id, float32, a pure function of key and id."""
-    state = torch.zeros((), dtype=torch.int64, device=tokens.device)
+    state = 0
     for part in key:
         state = _mix(state ^ (part & 0xFFFFFFFF))
         state = _mix(state ^ (part >> 32 & 0xFFFFFFFF))
@@ -173,8 +176,8 @@ def gumbel(key: tuple[int, int, int], tokens: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform)).float()
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The 32-bit finalizer of MurmurHash3 (Appleby, public domain), on int64 tensors."""
+def _mix(x: _Ids) -> _Ids:
+    """The 32-bit finalizer of MurmurHash3 (Appleby, public domain), on an integer or an int64 tensor."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF

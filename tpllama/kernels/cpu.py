@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels.linear import AgreeMax, Form, int4_parts, quantize_dequantize_tokens, token_range
+from tpllama.kernels.linear import AgreeMax, Form, int4_parts, quantize_dequantize_tokens, quantize_tokens
 
 # Up to this many rows the weight-only int8 kernel beats widening the weight first (bench/results, 2 cores).
 _FEW_ROWS = 8
@@ -77,11 +77,7 @@ class Int8DynamicLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        low, high = token_range(tokens, self.agree_max)
-        # torchao's symmetric mapping: the larger side of the range fills half of the 256 integers. In x's dtype.
-        largest = torch.maximum(-low, high).clamp(min=0)
-        token_scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps).float()
-        quantized = (tokens * (1.0 / token_scale)).round().clamp(-128, 127).to(torch.int8)
+        quantized, token_scale = quantize_tokens(tokens, self.agree_max)
         y = torch._int_mm(quantized, self.qdata.t()).float() * token_scale * self.scale
         y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -105,8 +101,9 @@ class Int4Linear(nn.Module):
         self.dynamic = getattr(weight, "activation_quantization", None) is not None
         self.agree_max = agree_max
         q, scale, zero = int4_parts(weight)
-        # The kernel computes (p - 8) * scale + zero with p in 0..15.
-        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int() + 8, 1))
+        # The kernel computes (p - 8) * scale + zero with p in 0..15. It packs 64 rows at a time.
+        blocks = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.int() + 8, 1) for rows in q.split(64 * 8)]
+        self.register_buffer("packed", torch.cat(blocks))
         self.register_buffer("scales_and_zeros", torch.stack((scale, zero), dim=-1).contiguous())
         self.register_buffer("bias", bias)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 AgreeMax = Callable[[Tensor], Tensor]
-Kind = Literal["plain", "int8", "int4", "float8"]
+Kind = Literal["plain", "int8", "int4", "float8", "other"]
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,24 @@ class DequantizingLinear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.agree_max = agree_max
-        self.dynamic = getattr(weight, "activation_quantization", None) is not None
 
     @classmethod
     def from_neutral(cls, weight: Tensor, bias: Tensor | None, agree_max: AgreeMax | None) -> DequantizingLinear:
         return cls(weight, bias, agree_max)
 
     def forward(self, x: Tensor) -> Tensor:
-        if getattr(self.weight, "act_quant_kwargs", None) is not None:  # float8 activations: torchao's own kernels
-            return F.linear(x, self.weight, self.bias)
-        if self.dynamic:
+        weight: Any = self.weight
+        dynamic = getattr(weight, "act_quant_kwargs", None)
+        if dynamic is not None and weight.qdata.dtype == torch.int8:
+            q, scale = quantize_tokens(x.reshape(-1, x.shape[-1]), self.agree_max)
+            x = (q * scale).to(x.dtype).reshape(x.shape)
+        elif dynamic is not None and self.agree_max is None:
+            return F.linear(x, weight, self.bias)  # torchao's own float8 kernels
+        elif dynamic is not None:
+            x = round_to_float8(x, self.agree_max, per_tensor=type(dynamic.granularity).__name__ == "PerTensor")
+        elif getattr(weight, "activation_quantization", None) is not None:
             x = quantize_dequantize_tokens(x, self.agree_max)
-        return F.linear(x, dequantize(self.weight), self.bias)
+        return F.linear(x, dequantize(weight), self.bias)
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -98,6 +104,26 @@ def token_range(x: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor, Tensor]:
         extremes = agree_max(extremes)
     high, low = extremes.unsqueeze(-1)
     return -low, high
+
+
+def quantize_tokens(tokens: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor, Tensor]:
+    """Tokens [n, features] as int8, and their scales, float32 [n, 1], as torchao quantizes them for int8dq.
+
+    Its symmetric mapping: the larger side of a token's range fills half of the 256 integers.
+    """
+    low, high = token_range(tokens, agree_max)
+    largest = torch.maximum(-low, high).clamp(min=0).float()
+    scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    return (tokens * (1.0 / scale)).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def round_to_float8(x: Tensor, agree_max: AgreeMax | None, per_tensor: bool) -> Tensor:
+    """x as it is after dynamic quantization to float8 (e4m3fn), with one scale per token or one for all."""
+    low, high = token_range(x.reshape(-1, x.shape[-1]), agree_max)
+    largest = torch.maximum(-low, high).float()
+    scale = (largest.amax() if per_tensor else largest).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    rounded = (x.reshape(-1, x.shape[-1]).float() / scale).to(torch.float8_e4m3fn)
+    return (rounded.float() * scale).to(x.dtype).reshape(x.shape)
 
 
 def quantize_dequantize_tokens(x: Tensor, agree_max: AgreeMax | None) -> Tensor:

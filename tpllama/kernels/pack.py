@@ -50,8 +50,10 @@ def form_of(weight: Tensor) -> Form:
             return Form("int4", weight.block_size[1], weight.activation_quantization is not None)  # type: ignore[attr-defined]
         case "Float8Tensor":
             return Form("float8", dynamic=weight.act_quant_kwargs is not None)  # type: ignore[attr-defined]
-        case _:
+        case "Tensor" | "Parameter":
             return Form()
+        case _:
+            return Form("other")
 
 
 def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype, device: str) -> int:

@@ -115,26 +115,33 @@ class ProcessGroupRanks:
 
 @contextmanager
 def _losing_ranks() -> Iterator[None]:
-    """A collective fails when another rank breaks off."""
+    """A collective fails when another rank breaks off; other failures are this rank's own."""
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"lost another rank: {str(error).splitlines()[0]}") from error
+        text = str(error).lower()
+        is_loss = isinstance(error, (dist.DistNetworkError, dist.DistBackendError))
+        if is_loss or any(words in text for words in ("closed by", "reset by peer", "broken pipe", "timed out")):
+            raise RankLost(f"lost another rank: {' '.join(str(error).split())[:200]}") from error
+        raise
 
 
-def sum_output(module: nn.Module, ranks: Ranks, owned: tuple[int, int]) -> None:
-    """After a row-split linear: the sum of the ranks' summands."""
+def sum_output(module: nn.Module, ranks: Ranks, owned: tuple[int, int]) -> nn.Module:
+    """A row-split linear whose output is the sum of the ranks' summands."""
     module.register_forward_hook(lambda _module, _inputs, output: ranks.sum(output))
+    return module
 
 
-def look_up_own_tokens(module: nn.Module, ranks: Ranks, owned: tuple[int, int]) -> None:
-    """Around a vocabulary-split embedding: each rank gives the rows of its own tokens and zeros for others."""
-    start, stop = owned
-    look_up = module.forward
+class OwnTokensEmbedding(nn.Module):
+    """A vocabulary-split embedding: each rank looks up its own tokens, and the sum over ranks has all rows."""
 
-    def look_up_own(tokens: Tensor) -> Tensor:
-        foreign = (tokens < start) | (tokens >= stop)
-        rows = look_up((tokens - start).masked_fill(foreign, 0))
-        return ranks.sum(rows.masked_fill(foreign.unsqueeze(-1), 0))
+    def __init__(self, embedding: nn.Module, ranks: Ranks, owned: tuple[int, int]) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.ranks = ranks
+        self.start, self.stop = owned
 
-    module.forward = look_up_own
+    def forward(self, tokens: Tensor) -> Tensor:
+        foreign = (tokens < self.start) | (tokens >= self.stop)
+        rows = self.embedding((tokens - self.start).masked_fill(foreign, 0))
+        return self.ranks.sum(rows.masked_fill(foreign.unsqueeze(-1), 0))

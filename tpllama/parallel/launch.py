@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 FOLLOWER_MODULE = "tpllama.follow"
@@ -51,29 +52,34 @@ class Followers:
         self._closing = False
         self._deaths: list[Death] = []
         self._changed = threading.Condition()
-        self._processes = [self._start(rank, tp, orders, environ) for rank in range(1, tp)]
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True)
-            for rank, process in enumerate(self._processes, start=1)
-        ]
-        for watcher in self._watchers:
-            watcher.start()
+        self._processes: list[subprocess.Popen[str]] = []
+        try:
+            for rank in range(1, tp):
+                process = self._start(rank, tp, orders, environ)
+                self._processes.append(process)
+                threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(
         self, rank: int, tp: int, orders: Mapping[str, Any], environ: Mapping[str, str]
     ) -> subprocess.Popen[str]:
+        # This very package, and no module of the directory that happens to be the current one (-P).
+        paths = (str(Path(__file__).parents[2]), environ.get("PYTHONPATH", ""))
         process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER_MODULE],
+            [sys.executable, "-P", "-m", FOLLOWER_MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=dict(environ),
+            env=dict(environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
             process_group=0,  # a Ctrl-C at the terminal is the leader's to handle
         )
         assert process.stdin is not None
         place = {"rank": rank, "size": tp, "local_rank": rank, "local_size": tp, "port": self.port}
-        process.stdin.write(json.dumps({"place": place, **orders}) + "\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has died already: its watcher will tell
+            process.stdin.write(json.dumps({"place": place, **orders}) + "\n")
+            process.stdin.flush()
         return process
 
     def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
@@ -81,7 +87,8 @@ class Followers:
         report: dict[str, Any] = {}
         for line in process.stdout:  # until the follower ends
             if line.startswith('{"tpllama_error"'):
-                report = json.loads(line)
+                with contextlib.suppress(ValueError):  # a line that its writer's death cut off
+                    report = json.loads(line)
         code = process.wait()
         with self._changed:
             if not self._closing:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,16 +21,27 @@ from tpllama.parallel.place import Place
 _PATIENCE = timedelta(days=7)
 
 
-def join(place: Place, device_type: str, listener: socket.socket | None = None) -> tuple[DeviceMesh | None, Ranks]:
+def check_free() -> None:
+    """Raises RuntimeError where this process is in a process group already."""
+    if dist.is_initialized():
+        raise RuntimeError("this process is in a process group already, close the LLM with tp > 1 that it has")
+
+
+def join(
+    place: Place,
+    device_type: str,
+    listener: socket.socket | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> tuple[DeviceMesh | None, Ranks]:
     """Joins the other ranks. Returns the mesh (None for one rank) and what they say to each other through.
 
-    `listener` is the leader's listening socket, when it started the ranks itself.
+    For ranks that the leader started itself: `listener` is its listening socket, and `while_waiting` is called
+    again and again until all are there; it raises if one won't come.
     Raises RuntimeError where the others can't be reached.
     """
     if place.size == 1:
         return None, OneRank()
-    if dist.is_initialized():
-        raise RuntimeError("this process is in a process group already, close the LLM with tp > 1 that it has")
+    check_free()
     backend = "nccl" if device_type == "cuda" else "gloo"
     if place.port is None:
         dist.init_process_group(backend, timeout=_PATIENCE)
@@ -40,21 +53,31 @@ def join(place: Place, device_type: str, listener: socket.socket | None = None) 
             place.port,
             place.size,
             is_master=place.rank == 0,
-            timeout=timedelta(seconds=60),
+            timeout=_PATIENCE,
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,
         )
+        _wait_for_all(store, place, while_waiting)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=_PATIENCE)
     mesh = init_device_mesh(device_type, (place.size,), mesh_dim_names=("tp",))
     group = mesh.get_group("tp")
-    is_one_host = place.local_size == place.size
-    if backend == "gloo" and is_one_host and shared_memory.is_available():
+    if backend == "gloo" and shared_memory.is_available(group):
         return mesh, shared_memory.SharedMemoryRanks(group)
     control = group if backend == "gloo" else dist.new_group(backend="gloo", timeout=_PATIENCE)
     return mesh, ProcessGroupRanks(group, control)
 
 
-def leave(place: Place) -> None:
-    """Ends this process's part in the group, where there is one."""
-    if place.size > 1 and dist.is_initialized():
+def _wait_for_all(store: TCPStore, place: Place, while_waiting: Callable[[], None]) -> None:
+    """Makes this rank known and, on the leader, waits for the others: joining itself can't be broken off."""
+    store.set(f"rank {place.rank}", "here")
+    if place.rank > 0:
+        return
+    while not store.check([f"rank {rank}" for rank in range(place.size)]):
+        while_waiting()
+        time.sleep(0.02)
+
+
+def leave() -> None:
+    """Ends this process's part in the group that `join` made."""
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,12 +23,21 @@ class Place:
     port: int | None = None
 
 
+_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
 def torchrun_place(environ: Mapping[str, str]) -> Place | None:
     """The place that torchrun, or whatever speaks its environment, gave this process."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
-    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    return Place(rank, size, int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", size)))
+    numbers = {name: environ[name] for name in _TORCHRUN_NAMES if name in environ}
+    for name, value in numbers.items():
+        if not value.isdecimal():
+            raise UserError(f"found {name}={value!r} in the environment, expected a number as torchrun sets it")
+    rank, size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
+    if rank >= size:
+        raise UserError(f"found RANK={rank} in a world of {size}, expected it to be lower, correct the environment")
+    return Place(rank, size, int(numbers.get("LOCAL_RANK", rank)), int(numbers.get("LOCAL_WORLD_SIZE", size)))
 
 
 def resolve_tp(requested: int | None, place: Place | None) -> int:

@@ -17,18 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpllama.config import LlamaConfig
-from tpllama.parallel.collectives import Ranks, look_up_own_tokens, sum_output
+from tpllama.parallel.collectives import OwnTokensEmbedding, Ranks, sum_output
 from tpllama.parallel.shard import RangeShard, distribute_parameter
 from tpllama.parallel.split import Ranges, check_tp, scale, split_heads, split_size
 
 PlanName = Literal["column", "row", "vocab", "replicate"]
-Connect = Callable[[nn.Module, Ranks, tuple[int, int]], None]
+Connect = Callable[[nn.Module, Ranks, tuple[int, int]], nn.Module]
 
 
 class Split(ParallelStyle):
     """Splits one dimension of a module's weight over the ranks by given ranges.
 
-    `connect` adds the collective that the split module's input or output needs, once it holds its local weight.
+    `connect` gives the module with the collective that its input or output needs, once it holds its local weight.
     """
 
     def __init__(self, plan: PlanName, dim: int, ranges: Ranges, connect: Connect | None = None) -> None:
@@ -65,7 +65,7 @@ def row(ranges: Ranges) -> Split:
 
 def vocab_embedding(ranges: Ranges) -> Split:
     """Splits the rows of an embedding table: each rank looks up its own tokens."""
-    return Split("vocab", 0, ranges, connect=look_up_own_tokens)
+    return Split("vocab", 0, ranges, connect=OwnTokensEmbedding)
 
 
 def vocab_head(ranges: Ranges) -> Split:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpllama.parallel.collectives import RankLost
-from tpllama.parallel.place import usable_cores
 
 _SLOT_BYTES = 1 << 18
 _COUNTER_STRIDE = 8  # int64 counters, one per cache line
@@ -32,9 +33,13 @@ _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0001, 0.002
 _CHECK_EVERY_S = 0.05
 
 
-def is_available() -> bool:
-    """Whether this machine's ranks can talk this way."""
-    return hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+def is_available(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of `group` can talk this way: all on one host, of a kind that keeps the order of stores."""
+    can = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+    mine = (can, socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text() if can else "")
+    all_ranks = [mine] * group.size()
+    dist.all_gather_object(all_ranks, mine, group=group)
+    return can and all(each == mine for each in all_ranks)
 
 
 class SharedMemoryRanks:
@@ -50,8 +55,6 @@ class SharedMemoryRanks:
         data = torch.frombuffer(memory, dtype=torch.uint8)[offset:]
         self._slots = data.view(self.size, 2, _SLOT_BYTES)
         self._operation = 0
-        # Spinning takes a core from the rank that is waited for, where there are more ranks than cores.
-        self._spins = _SPINS if usable_cores() >= self.size else 0
         self._others = [rank for rank in range(self.size) if rank != self.rank]
 
     def _map(self, group: dist.ProcessGroup, size: int) -> mmap.mmap:
@@ -60,10 +63,12 @@ class SharedMemoryRanks:
         if self.rank == 0:
             descriptor = os.memfd_create("tpllama")
             os.posix_fallocate(descriptor, 0, size)
-        places: list[tuple[int, int]] = [(0, 0)] * self.size
-        dist.all_gather_object(places, (os.getpid(), descriptor), group=group)
-        self._pids = [pid for pid, _ in places]
-        leader_pid, leader_descriptor = places[0]
+        places: list[tuple[int, int, set[int]]] = [(0, 0, set())] * self.size
+        dist.all_gather_object(places, (os.getpid(), descriptor, os.sched_getaffinity(0)), group=group)
+        self._pids = [pid for pid, _, _ in places]
+        # Spinning takes a core from the rank that is waited for, where there are more ranks than cores.
+        self._spins = _SPINS if len(set().union(*(cores for _, _, cores in places))) >= self.size else 0
+        leader_pid, leader_descriptor, _ = places[0]
         if self.rank != 0:
             descriptor = os.open(f"/proc/{leader_pid}/fd/{leader_descriptor}", os.O_RDWR)
         memory = mmap.mmap(descriptor, size)
@@ -116,7 +121,7 @@ class SharedMemoryRanks:
         return bytes(received[8:])
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
-        """Every rank's `part`, as views that are valid until the next but one operation."""
+        """Every rank's `part`, as views that are valid until this rank's next operation."""
         count = part.numel() * part.element_size()
         self._own_slot()[:count].view(part.dtype).copy_(part)
         return list(self._enter()[:, :count].view(part.dtype))

@@ -53,6 +53,7 @@ def int4_tensor(q: Tensor, scale: Tensor, zero: Tensor, group_size: int) -> Tens
 def cut_int4(weight: Tensor, own: slice, group_size: int) -> Tensor:
     """Columns `own` (even borders) of an Int4Tensor, in groups of `group_size`, which divides its own and cuts none."""
     assert isinstance(weight, Int4Tensor)
+    assert own.start % 2 == own.stop % 2 == 0
     repeat = weight.block_size[1] // group_size
     groups = slice(own.start // group_size, own.stop // group_size)
     scale, zero = (x.repeat_interleave(repeat, dim=0)[groups].contiguous() for x in (weight.scale, weight.zero_point))

@@ -13,7 +13,7 @@ This serves every recipe and uneven, overlapping splits, where arithmetic on DTe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,10 +51,34 @@ def quantize(weight: Tensor, recipe: Recipe, own: slice, agree_max: Callable[[Te
     columns = weight.shape[1]
     extremes = torch.stack((weight.amax(1), -weight.amin(1)))
     if recipe.family.extent == "tensor":
-        extremes = extremes.amax(1, keepdim=True).expand(2, weight.shape[0])
-    high, low = agree_max(extremes.float().contiguous()).to(weight.dtype)
+        extremes = extremes.amax(1, keepdim=True)  # of one size on all ranks, whatever rows they have
+    high, low = agree_max(extremes.float()).to(weight.dtype).expand(2, weight.shape[0])
     witnesses = torch.stack((high, -low), dim=1).repeat(1, _WITNESSES // 2)
     return _cut(_torchao(torch.cat((weight, witnesses), dim=1), recipe), slice(0, columns))
+
+
+def join_rows(parts: Iterable[Tensor], rows: int) -> Tensor:
+    """One neutral tensor with `rows` rows, of parts that come from top to bottom and aren't kept."""
+    whole: dict[str, Tensor] = {}
+    top = 0
+    for part in parts:
+        if part.shape[0] == rows:
+            return part
+        names, attributes = part.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            values = getattr(part, name)
+            row_dim = int(type(part).__name__ == "Int4Tensor" and name != "qdata")  # its scales are [groups, rows]
+            if name not in whole:
+                shape = list(values.shape)
+                shape[row_dim] = rows
+                whole[name] = values.new_empty(shape)
+            whole[name].narrow(row_dim, top, part.shape[0]).copy_(values)
+        top += part.shape[0]
+    kind: Any = type(part)
+    if "shape" in attributes:
+        attributes = attributes | {"shape": torch.Size((rows, part.shape[1]))}
+    joined: Tensor = kind.__tensor_unflatten__(whole, attributes, None, None)
+    return joined
 
 
 def _torchao(weight: Tensor, recipe: Recipe) -> Tensor:

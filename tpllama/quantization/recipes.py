@@ -142,6 +142,10 @@ class RecipeMap:
         """Reads `--torchao-config`: a recipe's name or `@file.json`. Raises UserError."""
         named = _read_map(Path(text[1:])) if text.startswith("@") else {"*": text}
         rules = tuple((pattern, _recipe(name)) for pattern, name in named.items())
+        if quantize_lm_head and not any(recipe for _, recipe in rules):
+            raise UserError(
+                "found --quantize-lm-head with torchao config none, expected a recipe, choose one or drop it"
+            )
         return RecipeMap(text, rules, quantize_lm_head)
 
     def check_device(self, device: str) -> None:
@@ -184,9 +188,16 @@ def _runnable(device: str) -> list[str]:
     return [name for name, recipe in RECIPES.items() if recipe is None or device in recipe.family.devices]
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON would keep the last of equal keys, where the first match wins."""
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a pattern stands there twice")
+    return dict(pairs)
+
+
 def _read_map(path: Path) -> dict[str, str]:
     try:
-        rules = json.loads(path.read_text())
+        rules = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise UserError(f"found no readable recipe map {path}: {error.strerror}, check the path after @") from None
     except ValueError as error:
