@@ -14,6 +14,9 @@ import psutil
 import pytest
 from conftest import ROOT, Run
 
+from tpllama import LLM, SamplingParams
+from tpllama.prepare import Preparation
+
 LONG = ["Tell me a very long story.", "--max-new-tokens", "4000", "--ignore-eos"]
 
 
@@ -140,3 +143,51 @@ def test_under_torchrun_a_killed_rank_ends_the_run() -> None:
         assert_all_end(ranks)
     finally:
         process.kill()
+
+
+def test_a_step_that_breaks_off_leaves_no_wrong_answers() -> None:
+    """Ranks out of step must not go on: a later call says so instead of computing on mixed-up messages."""
+    with LLM(tp=2) as llm:
+        runner = llm._engine.executor._runner  # type: ignore[attr-defined]
+        layer = runner.model.model.layers[3].mlp
+        handle = layer.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Hello", SamplingParams(max_new_tokens=4))
+        handle.remove()
+        with pytest.raises(RuntimeError, match="out of step"):
+            llm.generate("Hello", SamplingParams(max_new_tokens=4))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_follower_that_dies_before_it_joins_is_an_error_not_a_hang() -> None:
+    preparation = Preparation(tp=2)
+    psutil.Process().children()[-1].kill()
+    with pytest.raises(RuntimeError, match="rank 1 was ended by SIGKILL"):
+        preparation.load()
+
+
+def test_a_failed_second_model_leaves_the_first_alone() -> None:
+    with LLM(tp=2) as llm:
+        before = llm.generate("Hello", SamplingParams(max_new_tokens=4))
+        with pytest.raises(RuntimeError, match="process group"):
+            LLM(tp=2)
+        assert llm.generate("Hello", SamplingParams(max_new_tokens=4)) == before
+
+
+def test_followers_run_no_code_of_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('ran')")
+    command = [sys.executable, "-P", "-c", "from tpllama.cli import main; main()", "generate", "hi", "--tp", "2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*command, "--max-new-tokens", "2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=env,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
