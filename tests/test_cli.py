@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Run
+from conftest import ROOT, Run
 from safetensors.torch import load_file, save_file
 
 from tpllama import LLM, SamplingParams
@@ -136,6 +137,9 @@ def test_dummy_weights_need_config_alone(tpllama: Run, checkpoint: Path) -> None
         (["--model", "no/such/model/here"], ("no/such/model/here",)),
         (["--tp", "10"], ("10", "1 to 9")),
         (["--tp", "0"], ("tp 0",)),
+        (["--torchao-conf", "int8wo"], ("--torchao-conf",)),
+        (["--quantize-lm-head"], ("--quantize-lm-head",)),
+        (["--json-model-override-args", '{"num_hidden_layers": 1000000000}'], ("num_hidden_layers", "4096")),
         (["--no-such-flag"], ("--no-such-flag",)),
         (["--dtype", "int8"], ("int8", "bfloat16")),
         (["--max-seq-len", "20"], ("20", "tokens")),
@@ -215,8 +219,6 @@ except UserError as error:
     print(error)
     sys.exit(2)
 """
-    import subprocess
-
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2, result.stderr
     assert "model.layers.1.mlp.up_proj.weight" in result.stdout
@@ -245,3 +247,29 @@ def test_debug_shows_the_traceback(tpllama: Run) -> None:
     result = tpllama("generate", "hi", "--model", "nowhere.gguf", "--debug")
     assert result.returncode == 2
     assert "Traceback" in result.stderr
+
+
+def test_code_in_a_checkpoint_is_never_run_nor_asked_about(tpllama: Run, checkpoint: Path) -> None:
+    (checkpoint / "my_tokenizer.py").write_text(f"open({str(checkpoint / 'ran')!r}, 'w')\n")
+    auto_map = {"AutoTokenizer": [None, "my_tokenizer.MyTokenizer"]}
+    fields = {"tokenizer_class": "MyTokenizer", "auto_map": auto_map}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(fields))
+    result = tpllama("generate", "hi", "--model", checkpoint, stdin="y\ny\ny\n")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert not (checkpoint / "ran").exists()
+
+
+def test_closed_streams_are_no_crash() -> None:
+    command = f"{sys.executable} -m tpllama generate hi --max-new-tokens 2 >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+def test_integer_weights_are_refused_by_name(tpllama: Run, checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, weights)
+    assert_refused(tpllama, "--model", checkpoint, words=(name, "I8"))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Rows are read and quantized in blocks of about so many elements: conversions take several times their bytes.
 # On the CPU they stay in its caches; a GPU wants fewer and larger steps.
-_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 
 def build(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -24,6 +25,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """The program. Exits 0 when done, 1 for a failure at run time, 2 for what the user gave."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     code = run(sys.argv[1:] if argv is None else argv)
     try:
         sys.stdout.flush()
@@ -39,6 +43,14 @@ def run(argv: list[str]) -> int:
     is_debug = "--debug" in argv
     if not is_debug:
         quiet_libraries()
+    was_interrupted = False
+
+    def interrupt(*_: object) -> NoReturn:
+        nonlocal was_interrupted
+        was_interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         arguments = build_parser().parse_args(argv)
         from tpllama import commands
@@ -55,6 +67,8 @@ def run(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the program's boundary: any failure is one line
+        if was_interrupted:  # in the middle of an import, whose failure this is then
+            return 130
         return _complain(error, 1, is_debug)
     return 0
 
@@ -131,7 +145,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"found invalid JSON ({error}), expected an object") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"found JSON {text[:40]}, expected an object")

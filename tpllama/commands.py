@@ -122,10 +122,10 @@ def _prompt_texts(arguments: argparse.Namespace) -> list[str]:
 
 def _lines(path: str) -> list[str]:
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"found no readable prompts file {path} ({error}), give a text file") from None
-    return [line for line in text.splitlines() if line.strip()]
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _prompt(preparation: Preparation, text: str, use_template: bool) -> Prompt:

@@ -153,6 +153,8 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"found head_dim {self.head_dim}, expected an even number, RoPE rotates pairs")
+        if self.head_dim < 4 and self.rope.rope_type == "dynamic":
+            raise UserError(f"found head_dim {self.head_dim} with dynamic RoPE, expected at least 4")
         if self.hidden_act not in ACTIVATIONS:
             raise UserError(f"found hidden_act {self.hidden_act!r}, expected one of {', '.join(ACTIVATIONS)}")
         for name in ("short_factor", "long_factor"):
@@ -176,7 +178,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
         raise UserError(f"found eos_token_id {value!r}, expected a token id or a list of them")
     return tuple(ids)
 
@@ -199,10 +201,18 @@ def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if value is None else value
 
 
+# Far above any Llama: what is larger is a damaged config, and would only exhaust memory.
+_LARGEST = {"num_hidden_layers": 4096, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16}
+_LARGEST |= {"head_dim": 1 << 16, "max_position_embeddings": 1 << 30}
+
+
 def _positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = _given(fields, name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise UserError(f"found {name} = {value!r} in the model's config, expected a positive integer")
+    limit = _LARGEST.get(name, 1 << 24)
+    if value > limit:
+        raise UserError(f"found {name} = {value} in the model's config, expected at most {limit}, correct it")
     return value
 
 
@@ -230,6 +240,8 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
     """RoPE settings from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
     given = _rope_fields(fields)
     rope_type = given.pop("rope_type", "default")
+    if not isinstance(rope_type, str):
+        raise UserError(f"found RoPE type {rope_type!r}, expected one of {', '.join(ROPE_TYPES)}")
     theta = _number("rope_theta", given.pop("rope_theta", 10000.0))
     # Phi-3's spelling, outside the RoPE object, has priority, as in transformers.
     inner = given.pop("original_max_position_embeddings", None) or _positive(fields, "max_position_embeddings", 2048)
@@ -302,7 +314,9 @@ class EngineConfig:
             if value not in allowed:
                 raise UserError(f"found {name} {value!r}, expected one of {', '.join(allowed)}")
         for name, number in (("tp", self.tp), ("max_batch_size", self.max_batch_size)):
-            if number < 1:
-                raise UserError(f"found {name} {number}, expected at least 1")
-        if self.max_seq_len is not None and self.max_seq_len < 2:
-            raise UserError(f"found max_seq_len {self.max_seq_len}, expected at least 2")
+            if not isinstance(number, int) or number < 1:
+                raise UserError(f"found {name} {number!r}, expected a whole number from 1")
+        if not isinstance(self.seed, int):
+            raise UserError(f"found seed {self.seed!r}, expected a whole number")
+        if self.max_seq_len is not None and (not isinstance(self.max_seq_len, int) or self.max_seq_len < 2):
+            raise UserError(f"found max_seq_len {self.max_seq_len!r}, expected a whole number from 2")

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tpllama.checkpoint.gguf import GgufCheckpoint
 from tpllama.checkpoint.open import open_checkpoint
+from tpllama.config import UserError
 
 TEXTS = (
     "",
@@ -189,9 +190,10 @@ def test_llama_3_words_equal_transformers(build: Any, write_gguf: Any, tmp_path:
     assert words[0] == words[1]
 
 
-def test_other_vocabularies_go_through_transformers(build: Any) -> None:
-    tokenizer = build(pre="qwen2")
-    assert tokenizer.convert_ids_to_tokens(tokenizer("ab").input_ids) == ["ab"]
+def test_a_way_of_cutting_text_that_is_not_known_is_named(build: Any) -> None:
+    """transformers would cut as GPT-2 does: other tokens, silently."""
+    with pytest.raises(UserError, match="qwen2"):
+        build(pre="qwen2")
 
 
 def test_sentencepiece_goes_through_transformers(write_gguf: Any, tiny_metadata: dict[str, Any]) -> None:

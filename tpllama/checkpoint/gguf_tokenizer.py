@@ -40,7 +40,7 @@ def build_tokenizer(reader: MappedReader, path: Path) -> PreTrainedTokenizerBase
         from transformers import AutoTokenizer
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True
+            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
     except UserError:
         raise

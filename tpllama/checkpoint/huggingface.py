@@ -49,7 +49,9 @@ class HuggingFaceCheckpoint:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # The tokenizers library raises plain Exception for a damaged file.
             raise UserError(
                 f"found tokenizer files in {self.path} that can't be read ({first_line(error)}), "
@@ -150,7 +152,7 @@ def _shard_path(index: Path, shard: str) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"found invalid JSON in {path} ({error}), expected an object, download it again") from error
     if not isinstance(value, dict):
         raise UserError(f"found a {type(value).__name__} in {path}, expected a JSON object, download it again")

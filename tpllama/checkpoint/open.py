@@ -64,7 +64,7 @@ def open_checkpoint(model: str, weights: bool = True) -> Checkpoint:
     Without `weights` a directory needs its config.json alone, and `tensors` may be empty.
     Raises UserError: nothing there, an unknown format, damaged headers.
     """
-    path = Path(model).expanduser()
+    path = _path(model)
     if model == EMBEDDED_MODEL or (path.suffix == ".gguf" and path.is_file()):
         from tpllama.checkpoint.gguf import GgufCheckpoint
 
@@ -80,6 +80,15 @@ def open_checkpoint(model: str, weights: bool = True) -> Checkpoint:
     from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, hub_snapshot
 
     return HuggingFaceCheckpoint(path if path.is_dir() else hub_snapshot(model, weights), weights)
+
+
+def _path(model: str) -> Path:
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"found model {model[:80]!r}, which can't be a path ({first_line(error)[:80]})") from None
+    return path
 
 
 def overridden(checkpoint: Checkpoint, overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tpllama.config import UserError
-from tpllama.engine.batch import Sampled
+from tpllama.engine.batch import Batch, Sampled
 from tpllama.engine.request import FinishReason, Output, SamplingParams, Sequence
 from tpllama.engine.runner import Executor
 from tpllama.engine.scheduler import Scheduler
 from tpllama.engine.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Engine:
         self.seed = seed
         self.batch_invariant = batch_invariant
         self._group: list[Sequence] = []  # whose keys and values the cache holds
+        self._lock = threading.Lock()  # one step at a time, whichever thread asks
 
     def generate(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[Piece]:
         """Pieces of all texts as they come. Raises UserError, before any work, for a prompt that doesn't fit."""
@@ -71,22 +77,37 @@ class Engine:
             yield from self._run_group(prompts, sequences[first : first + size])
 
     def _run_group(self, prompts: list[Prompt], group: list[Sequence]) -> Iterator[Piece]:
-        self._group = group
-        self.executor.allocate(len(group), max(sequence.max_length for sequence in group))
+        with self._lock:
+            self._group = group
+            self.executor.allocate(len(group), max(sequence.max_length for sequence in group))
         scheduler = Scheduler(group, alone=self.batch_invariant)
         by_row = {sequence.row: sequence for sequence in group}
         streams = {
             sequence.row: TextStream(self.tokenizer, sequence.prompt_ids, sequence.params.stop) for sequence in group
         }
         while batch := scheduler.schedule():
-            if self._group is not group:
-                raise RuntimeError("another generation began before this one was finished: finish or drop one first")
-            sampled = iter(self.executor.run(batch))
+            sampled = iter(self._run(batch, group))
             for chunk in batch:
                 sequence = by_row[chunk.row]
                 sequence.computed = chunk.stop
                 if chunk.draw:
                     yield self._commit(prompts, sequence, streams[chunk.row], next(sampled))
+
+    def _run(self, batch: Batch, group: list[Sequence]) -> list[Sampled]:
+        with self._lock:
+            if self._group is not group:
+                raise RuntimeError("another generation began before this one was finished: finish or drop one first")
+            return self.executor.run(batch)
+
+    def logits(self, tokens: list[list[int]]) -> Tensor:
+        """Logits of whole sequences of equal length (see `Executor.logits`)."""
+        with self._lock:
+            return self.executor.logits(tokens)
+
+    def peak_memory_bytes(self) -> list[int]:
+        """Each rank's peak memory so far."""
+        with self._lock:
+            return self.executor.peak_memory_bytes()
 
     def _commit(self, prompts: list[Prompt], sequence: Sequence, stream: TextStream, drawn: Sampled) -> Piece:
         sequence.new_ids.append(drawn.token)
@@ -143,6 +164,4 @@ def check_prompt(token_ids: list[int], context_length: int, vocab_size: int) -> 
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    from dataclasses import replace
-
     return replace(params, seed=seed)

@@ -96,12 +96,12 @@ class LLM:
         if len({len(row) for row in rows}) > 1:
             raise UserError("found sequences of different lengths, expected equal ones, call once per length")
         with self._preparation.blaming_ranks():
-            return self._open_engine().executor.logits(rows)
+            return self._open_engine().logits(rows)
 
     def peak_memory_bytes(self) -> list[int]:
         """Peak resident memory of each rank's process, on its device where that is a GPU."""
         with self._preparation.blaming_ranks():
-            return self._open_engine().executor.peak_memory_bytes()
+            return self._open_engine().peak_memory_bytes()
 
     def close(self) -> None:
         """Ends the ranks and gives back memory; further calls do nothing."""

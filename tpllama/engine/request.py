@@ -33,6 +33,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("max_new_tokens", "top_k", "n", "seed", "logprobs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise UserError(f"found {name} {value!r}, expected an integer")
         for name, value, fits, expected in (
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number from 0"),

@@ -66,6 +66,7 @@ class Sampler:
         value, index = scores.max(dim=-1)
         # float64 holds every id exactly, so that one message carries both.
         offers = self.ranks.gather(torch.stack((value.double(), (index + self.start).double())))
+        _refuse_nan(offers[:, 0])
         best = offers[:, 0].argmax(dim=0, keepdim=True)
         return offers[:, 1].gather(0, best)[0].long()
 
@@ -107,7 +108,9 @@ class Sampler:
 
     def _logsumexp(self, scores: Tensor) -> Tensor:
         """Over the whole vocabulary, [n], in float64, so that how it is split makes no difference that counts."""
-        return self.ranks.gather(scores.double().logsumexp(dim=-1)).logsumexp(dim=0)
+        parts = self.ranks.gather(scores.double().logsumexp(dim=-1))
+        _refuse_nan(parts)
+        return parts.logsumexp(dim=0)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, draws: list[Draw]) -> list[TokenLogprobs | None]:
         counts = [draw.logprobs for draw in draws]
@@ -138,6 +141,12 @@ class Sampler:
             )
             for row, count in enumerate(counts)
         ]
+
+
+def _refuse_nan(gathered: Tensor) -> None:
+    """Every rank sees the same, so that all raise alike."""
+    if bool(gathered.isnan().any()):
+        raise RuntimeError("the model's logits are no numbers: a weight is damaged (--strict names it) or overflows")
 
 
 def _row_threshold(candidates: Tensor, total: float, complete_from: float, draw: Draw) -> float | None:

@@ -48,7 +48,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a raw prompt, with the special tokens that the tokenizer puts around a text."""
-        return self._given().encode(text)
+        return self._given().encode(_checked(text))
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """The tokens of a conversation up to where the assistant speaks."""
@@ -62,7 +62,7 @@ class Tokenizer:
             rendered = self._given().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise UserError(f"found a conversation that the model's chat template refuses ({error})") from None
-        return self._given().encode(rendered, add_special_tokens=False)
+        return self._given().encode(_checked(rendered), add_special_tokens=False)
 
     def decode(self, token_ids: SequenceOf[int]) -> str:
         """Text without special tokens; empty where there is no tokenizer."""
@@ -74,6 +74,15 @@ class Tokenizer:
         if self._inner is None:
             raise UserError("found no tokenizer in the checkpoint, expected one for text, give token ids instead")
         return self._inner
+
+
+def _checked(text: str) -> str:
+    """`text`, if it is text. Raises UserError for bytes that no encoding explains."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"found a prompt that is no valid UTF-8 at character {error.start}, expected text") from None
+    return text
 
 
 class TextStream:

@@ -78,7 +78,10 @@ class Int8DynamicLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         quantized, token_scale = quantize_tokens(tokens, self.agree_max)
-        y = torch._int_mm(quantized, self.qdata.t()).float() * token_scale * self.scale
+        # ATen's kernel is wrong for a single column.
+        is_wide = self.qdata.shape[1] > 1
+        sums = torch._int_mm(quantized, self.qdata.t()) if is_wide else quantized.int() * self.qdata.t().int()
+        y = sums.float() * token_scale * self.scale
         y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

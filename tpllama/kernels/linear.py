@@ -109,11 +109,11 @@ def token_range(x: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor, Tensor]:
 def quantize_tokens(tokens: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor, Tensor]:
     """Tokens [n, features] as int8, and their scales, float32 [n, 1], as torchao quantizes them for int8dq.
 
-    Its symmetric mapping: the larger side of a token's range fills half of the 256 integers.
+    Its symmetric mapping: the larger side of a token's range fills half of the 256 integers. It divides in x's dtype.
     """
     low, high = token_range(tokens, agree_max)
-    largest = torch.maximum(-low, high).clamp(min=0).float()
-    scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    largest = torch.maximum(-low, high).clamp(min=0)
+    scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps).float()
     return (tokens * (1.0 / scale)).round().clamp(-128, 127).to(torch.int8), scale
 
 

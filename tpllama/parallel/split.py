@@ -21,8 +21,8 @@ def check_tp(config: LlamaConfig, tp: int) -> None:
 
 
 def legal_tp(config: LlamaConfig) -> list[int]:
-    """Every degree at which no rank is left without a query head, an MLP row or a token of the vocabulary."""
-    return list(range(1, min(config.num_heads, config.intermediate_size, config.vocab_size) + 1))
+    """Every degree at which no rank is left without a query head, two MLP rows or a token of the vocabulary."""
+    return list(range(1, min(config.num_heads, max(1, config.intermediate_size // 2), config.vocab_size) + 1))
 
 
 def split_evenly(count: int, parts: int) -> Ranges:
@@ -59,7 +59,9 @@ def split_size(size: int, tp: int) -> Ranges:
     fast path. A unit is good enough when the fullest rank has at most 1/16 more than its fair share.
     """
     fair = -(-size // tp)
+    smallest = 2 - size % 2  # int4 holds two columns in a byte
     units = [unit for unit in (256, 128, 64, 32, 16, 8, 4, 2, 1) if size % unit == 0 and size // unit >= tp]
+    units = [unit for unit in units if unit >= smallest] or units
     fullest = {unit: -(-(size // unit) // tp) * unit for unit in units}
     unit = next((unit for unit in units if fullest[unit] <= fair * 17 // 16), units[-1])
     return scale(split_evenly(size // unit, tp), unit)
