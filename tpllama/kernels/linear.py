@@ -118,11 +118,12 @@ def quantize_tokens(tokens: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor,
 
 
 def round_to_float8(x: Tensor, agree_max: AgreeMax | None, per_tensor: bool) -> Tensor:
-    """x as it is after dynamic quantization to float8 (e4m3fn), with one scale per token or one for all."""
-    low, high = token_range(x.reshape(-1, x.shape[-1]), agree_max)
-    largest = torch.maximum(-low, high).float()
-    scale = (largest.amax() if per_tensor else largest).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    rounded = (x.reshape(-1, x.shape[-1]).float() / scale).to(torch.float8_e4m3fn)
+    """x as it is after torchao's dynamic quantization to float8 (e4m3fn), with one scale per token or one for all."""
+    tokens, limit = x.reshape(-1, x.shape[-1]), torch.finfo(torch.float8_e4m3fn).max
+    low, high = token_range(tokens, agree_max)
+    largest = torch.maximum(-low, high)
+    scale = ((largest.amax() if per_tensor else largest) / limit).float().clamp(min=1e-12)
+    rounded = (tokens.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
     return (rounded.float() * scale).to(x.dtype).reshape(x.shape)
 
 

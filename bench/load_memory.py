@@ -1,0 +1,274 @@
+"""Peak memory of each rank while it loads: its packed share and about one decoder layer, never the whole model.
+
+    python bench/load_memory.py [--shape 1b] [--tp 1 2] [--torchao-config int8wo] [--result-filename F]
+
+Writes a checkpoint of random bfloat16 weights into a temporary folder, has ranks load it, and samples their
+resident anonymous memory (RssAnon: what the process itself took, without pages of mapped files) every few
+milliseconds from outside. The baseline is the same figure right before the first weight is read, when everything is
+imported and the ranks have joined. Exits 1 where a rank's peak is past its bound:
+
+    baseline + packed weights + the largest decoder layer, on one rank, in bfloat16 + 150 MB
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+FIXED_BYTES = 150_000_000
+SAMPLE_EVERY_S = 0.002
+SHAPES: dict[str, dict[str, Any]] = {
+    # Llama-3.2-1B.
+    "1b": {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    },
+    # A quarter of a billion weights, most of them in the layers.
+    "small": {
+        "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 14,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Measured:
+    """What one rank took, in bytes."""
+
+    baseline: int
+    peak: int
+    after: int
+    packed: int
+    layer: int
+    seconds: float
+
+    @property
+    def bound(self) -> int:
+        return self.packed + self.layer + FIXED_BYTES
+
+    @property
+    def taken(self) -> int:
+        return self.peak - self.baseline
+
+    def line(self, rank: int) -> str:
+        parts = {
+            "peak": self.peak, "= baseline": self.baseline, "+": self.taken, "; bound": self.bound,
+            "= packed": self.packed, "+ layer": self.layer, "+ fixed": FIXED_BYTES, "; after loading": self.after,
+        }  # fmt: skip
+        megabytes = " ".join(f"{name} {size / 1e6:.0f}" for name, size in parts.items())
+        return f"rank {rank}, MB: {megabytes.replace(' ;', ';')}; {self.seconds:.1f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--torchao-config", default="int8wo")
+    parser.add_argument("--quantize-lm-head", action="store_true")
+    parser.add_argument("--result-filename")
+    arguments = parser.parse_args()
+    missed = False
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), SHAPES[arguments.shape])
+        for tp in arguments.tp:
+            print(
+                f"{arguments.shape}, {arguments.torchao_config}, {tp} ranks (baseline: RssAnon before the first weight)"
+            )
+            engine = {"model": folder, "tp": tp, "torchao_config": arguments.torchao_config, "device": "cpu"}
+            ranks = measure({**engine, "quantize_lm_head": arguments.quantize_lm_head})
+            for rank, measured in enumerate(ranks):
+                print(f"    {measured.line(rank)}", flush=True)
+                missed |= measured.taken > measured.bound
+            if arguments.result_filename:
+                record(Path(arguments.result_filename), arguments, tp, ranks)
+    if missed:
+        sys.exit("a rank's peak is past its bound")
+
+
+def write_checkpoint(folder: Path, fields: dict[str, Any]) -> None:
+    """A checkpoint in Hugging Face form, one shard for each layer, written without ever holding more than one."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tpllama.blueprint import meta_model
+    from tpllama.config import LlamaConfig
+
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
+    tile = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    shards: dict[str, dict[str, Any]] = {}
+    for name, parameter in meta_model(LlamaConfig.from_hf(fields)).named_parameters():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else name
+        shards.setdefault(f"model-{layer}.safetensors", {})[name] = parameter.shape
+    for shard, shapes in shards.items():
+        tensors = {}
+        for name, shape in shapes.items():
+            count = math.prod(shape)
+            tensors[name] = tile.repeat(-(-count // tile.numel()))[:count].view(shape).clone()
+        save_file(tensors, folder / shard, {"format": "pt"})
+    weight_map = {name: shard for shard, shapes in shards.items() for name in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def measure(engine: dict[str, Any]) -> list[Measured]:
+    """Loads on real ranks; what each took."""
+    size = engine["tp"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fd, port = listener.fileno(), listener.getsockname()[1]
+        command = [sys.executable, __file__, "--as-rank", json.dumps(engine), str(port), str(fd)]
+        root = str(Path(__file__).parents[1])
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[fd],
+                env=os.environ | {"PYTHONPATH": root}, stderr=None if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        try:
+            for process in ranks:
+                assert lines(process)[0] == "ready"
+            samplers = [Sampler(process.pid) for process in ranks]
+            for process in ranks:
+                say(process, "load")
+            return [finish(process, sampler) for process, sampler in zip(ranks, samplers, strict=True)]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def finish(process: subprocess.Popen[str], sampler: Sampler) -> Measured:
+    loaded = lines(process)
+    sampler.stop()
+    after = rss_anon(process.pid)
+    return Measured(sampler.baseline, max(sampler.peak, after), after, int(loaded[1]), int(loaded[2]), float(loaded[3]))
+
+
+def lines(process: subprocess.Popen[str]) -> list[str]:
+    """The words of a rank's next line."""
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    if not words:
+        sys.exit(f"a rank ended with exit code {process.wait()}")
+    return words
+
+
+def say(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
+
+
+class Sampler:
+    """Keeps the largest RssAnon of a process, from a thread of this one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.baseline = self.peak = rss_anon(pid)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(SAMPLE_EVERY_S):
+            self.peak = max(self.peak, rss_anon(self.pid))
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+def rss_anon(pid: int) -> int:
+    """Resident anonymous memory of a process, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"found no RssAnon for process {pid}")
+
+
+def as_rank(engine_json: str, port: int, fd: int, rank: int) -> None:
+    """One rank: everything up to the weights, then the weights, as start_rank does."""
+    import torch
+    from torchao.quantization import quantize_
+
+    from tpllama.build import build, weight_bytes
+    from tpllama.checkpoint.open import open_checkpoint
+    from tpllama.config import EngineConfig
+    from tpllama.parallel.mesh import join
+    from tpllama.parallel.place import Place, threads_per_rank
+    from tpllama.quantization.recipes import RECIPES
+    from tpllama.start import draw_blueprint
+
+    engine = EngineConfig(**json.loads(engine_json))
+    size = engine.tp
+    torch.set_num_threads(threads_per_rank(size, os.environ))
+    checkpoint = open_checkpoint(engine.model)
+    blueprint = draw_blueprint(engine, checkpoint)
+    if recipe := RECIPES.get(engine.torchao_config):
+        quantize_(torch.nn.Linear(256, 16, dtype=torch.bfloat16), recipe.config())  # imports, threads
+    place = Place(rank, size, rank, size, port)
+    mesh, ranks = join(place, "cpu", socket.socket(fileno=fd) if rank == 0 and size > 1 else None)
+    tell("ready")
+    sys.stdin.readline()
+    started = time.perf_counter()
+    runner = build(blueprint, checkpoint, mesh, ranks, torch.device("cpu"))
+    seconds = time.perf_counter() - started
+    layers = [sum(layer_bytes(blueprint.layer_rows(), index, rank)) for index in range(blueprint.config.num_layers)]
+    tell("loaded", weight_bytes(runner.model), max(layers), seconds)
+    sys.stdin.readline()
+
+
+def layer_bytes(rows: Iterator[dict[str, Any]], layer: int, rank: int) -> Iterator[int]:
+    """Bytes in bfloat16 of a rank's part of each weight of a decoder layer."""
+    for row in rows:
+        if row["name"].startswith(f"model.layers.{layer}."):
+            yield 2 * math.prod(row["local_shapes"][rank])
+
+
+def tell(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def record(path: Path, arguments: argparse.Namespace, tp: int, ranks: list[Measured]) -> None:
+    import safetensors
+    import torch
+    import torchao
+
+    line = {
+        "bench": "load_memory", "date": date.today().isoformat(), "shape": arguments.shape, "tp": tp,
+        "torchao_config": arguments.torchao_config, "quantize_lm_head": arguments.quantize_lm_head,
+        "ranks": [{**vars(rank), "seconds": round(rank.seconds, 2), "bound": rank.bound} for rank in ranks],
+        "cpu": cpu_model(),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "torchao": torchao.__version__,
+            "safetensors": safetensors.__version__,
+        },
+    }  # fmt: skip
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-rank"]:
+        as_rank(sys.argv[2], *map(int, sys.argv[3:]))
+    else:
+        main()
