@@ -39,6 +39,11 @@ def test_a_quarter_billion_weights(tmp_path: Path) -> None:
     assert sum(halves) == pytest.approx(one["ranks"][0]["packed"], rel=0.01)
 
 
+def test_a_large_weight_is_quantized_in_blocks(tmp_path: Path) -> None:
+    """The head here has as many weights as three layers; float32 copies of it would be past the bound."""
+    load("small", "--tp", "1", "--quantize-lm-head", result=tmp_path / "results.jsonl")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["int8wo", "int4wo-128", "8da4w-128", "fp8wo", "none"])
 def test_a_billion_weights(tmp_path: Path, recipe: str) -> None:

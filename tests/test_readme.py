@@ -30,14 +30,9 @@ def test_the_two_commands_come_first() -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith((".venv", "echo"))])
 def test_commands(command: str) -> None:
-    here = Path(sys.executable).parent
-    result = run(
-        [
-            "bash",
-            "-c",
-            command.replace(".venv/bin/tpllama", f"{sys.executable} -m tpllama").replace(".venv/bin", str(here)),
-        ]
-    )
+    tools = {"tpllama": f"{sys.executable} -m tpllama", "torchrun": f"{sys.executable} -m torch.distributed.run"}
+    here = re.sub(r"\.venv/bin/(\w+)", lambda found: tools[found[1]], command)
+    result = run(["bash", "-c", here])
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
 
