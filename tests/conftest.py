@@ -13,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+# One thread a rank, here and in what tests start: OpenMP spins where threads outnumber the cores that are free.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Odd on purpose: uneven heads, sizes that no power of two divides, biases everywhere.
 TINY: dict[str, Any] = {
     "vocab_size": 211,
@@ -101,8 +104,7 @@ def tpllama() -> Run:
             text=True,
             timeout=timeout_s,
             cwd=ROOT,
-            # One thread a rank: tests share their cores, and OpenMP spins where threads outnumber them.
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+            env=os.environ | (env or {}),
             check=False,
         )
 

@@ -19,7 +19,7 @@ SNIPPETS = [block for kind, block in BLOCKS if kind == "python"]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=env, check=False)
 
 
