@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 # Rows are read and quantized in blocks of about so many elements: conversions take several times their bytes.
 # On the CPU they stay in its caches; a GPU wants fewer and larger steps.
 _BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
+# Freed memory goes back to the system each time so many elements have been read.
+_GIVE_BACK_ELEMENTS = 1 << 23
 
 
 def build(
@@ -67,16 +70,17 @@ class _Loader:
         self.device = device
         self.names = list(blueprint.shapes)
         self.bad: str | None = None
+        self.read_since_give_back = 0
 
     def load(self, model: Llama) -> None:
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
                 model.set_submodule(name, self._linear(name, module, model))
-                _give_back_memory()
             else:
                 for parameter_name, parameter in module.named_parameters(recurse=False):
                     loaded = self._read(f"{name}.{parameter_name}", owned_slices(parameter))
                     module.register_parameter(parameter_name, nn.Parameter(loaded, requires_grad=False))
+        _give_back_memory()
         self._agree_on_bad_values()
 
     def _linear(self, name: str, linear: nn.Linear, model: Llama) -> nn.Module:
@@ -116,6 +120,10 @@ class _Loader:
         return whole
 
     def _read_block(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        if self.read_since_give_back >= _GIVE_BACK_ELEMENTS:
+            _give_back_memory()
+            self.read_since_give_back = 0
+        self.read_since_give_back += math.prod(part.stop - part.start for part in index)
         tensor = self.checkpoint.read(name, index).to(self.device, self.blueprint.dtype)
         if self.blueprint.engine.strict and self.bad is None and not bool(tensor.isfinite().all()):
             self.bad = name
