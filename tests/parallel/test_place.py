@@ -28,6 +28,20 @@ def test_without_local_variables_all_ranks_are_on_this_host() -> None:
     assert torchrun_place({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "found RANK='one' in the environment, expected a number"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "found WORLD_SIZE='' in the environment, expected a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "found LOCAL_RANK='-1' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "found RANK=2 in a world of 2, expected it to be lower"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_an_error(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        torchrun_place(environ)
+
+
 def test_the_real_torchrun_gives_places() -> None:
     program = "import os; from tpllama.parallel.place import *; print(torchrun_place(os.environ))"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
