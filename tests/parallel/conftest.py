@@ -13,20 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import TINY
 
 ROOT = Path(__file__).parents[2]
-# Six query heads and three key-value heads, sizes that two and three ranks share unevenly, biases.
-CONFIG = {
-    "vocab_size": 211,
-    "hidden_size": 96,
-    "intermediate_size": 224,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 32,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
 # One launch does all of these: starting a rank takes longer than most tasks.
 TASKS = {
     2: "reduce_and_gather,many_operations,open_files,shard_model",
@@ -41,7 +30,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[An
 
     def run(task: str, size: int) -> list[Any]:
         if size not in done:
-            env = {"CONFIG": json.dumps(CONFIG), "CORES": "1" if size == 3 else "2"}
+            env = {"CONFIG": json.dumps(TINY), "CORES": "1" if size == 3 else "2"}
             done[size] = launch_ranks(tmp_path_factory.mktemp("ranks"), TASKS[size], size, **env)
         return [each[task] for each in done[size]]
 
@@ -88,4 +77,4 @@ def launch_ranks(out: Path, tasks: str, size: int, without: int | None = None, *
 @pytest.fixture
 def parallel_fields() -> dict[str, Any]:
     """The config of the task shard_model."""
-    return CONFIG
+    return TINY

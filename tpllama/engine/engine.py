@@ -136,13 +136,8 @@ class Engine:
             return "stop"
         return "length" if sequence.length >= sequence.max_length else None
 
-    def check(self, prompt: Prompt) -> None:
-        """Raises UserError for a prompt that can't be run."""
-        limits = self.limits
-        check_prompt(prompt.token_ids, limits.context_length, limits.vocab_size)
-
     def _sequences(self, index: int, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
-        self.check(prompt)
+        check_prompt(prompt.token_ids, self.limits.context_length, self.limits.vocab_size)
         if params.stop and not self.tokenizer.has_text:
             raise UserError("found stop strings for a checkpoint without a tokenizer, expected none, drop --stop")
         seeded = params if params.seed is not None else _with_seed(params, self.seed)
