@@ -19,6 +19,7 @@ from tpllama.checkpoint.gguf_config import config_fields, eos_token_ids
 from tpllama.checkpoint.gguf_reader import open_gguf
 from tpllama.checkpoint.gguf_tokenizer import build_tokenizer
 from tpllama.checkpoint.open import TensorInfo
+from tpllama.checkpoint.rotary_rows import from_interleaved, is_rotated
 from tpllama.config import UserError
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class GgufCheckpoint:
 
         tensor = self._stored[name]
         part = _dequantized(tensor, index)
-        if ".self_attn.q_proj." in name or ".self_attn.k_proj." in name:
-            part = _rotate_half_rows(part, self.fields["head_dim"], index[0].start)
+        if is_rotated(name):
+            part = from_interleaved(part, self.fields["head_dim"])
         # BF16 has no numpy type; it comes as 16-bit integers.
         values = torch.from_numpy(np.array(part, order="C"))
         return values.view(torch.bfloat16) if tensor.tensor_type == GGMLQuantizationType.BF16 else values
@@ -94,16 +95,3 @@ def _dequantized(tensor: ReaderTensor, index: tuple[slice, ...]) -> np.ndarray[A
         return np.empty([part.stop - part.start for part in index], np.float32)
     widened: np.ndarray[Any, Any] = dequantize(np.ascontiguousarray(stored), kind)
     return widened[..., columns.start - first * block : columns.stop - first * block]
-
-
-def _rotate_half_rows(part: np.ndarray[Any, Any], head_dim: int, start: int) -> np.ndarray[Any, Any]:
-    """Query or key rows of whole heads, from GGUF's order to Hugging Face's.
-
-    RoPE rotates pairs of rows. GGUF stores a pair side by side, as Meta does: (head_dim / 2, 2) rows
-    per head. Hugging Face puts first members in the first half of the head, second members in the
-    second: (2, head_dim / 2). Heads stay where they are, so whole heads can be cut before or after.
-    """
-    assert start % head_dim == 0, "slices of q and k start and end between heads"
-    assert part.shape[0] % head_dim == 0, "slices of q and k start and end between heads"
-    pairs = part.reshape(-1, head_dim // 2, 2, *part.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(part.shape)
