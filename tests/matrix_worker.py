@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tpllama import build as composition
+from tpllama import reading
 from tpllama.blueprint import meta_model, named_linears
 from tpllama.checkpoint.open import open_checkpoint
 from tpllama.config import EngineConfig
@@ -57,7 +58,7 @@ def main() -> None:
 
     composition.pack = recording_pack
     if size > 1:
-        composition._BLOCK_ELEMENTS = {"cpu": 1}  # weights in blocks of 256 rows, where one rank has them whole
+        reading._BLOCK_ELEMENTS = {"cpu": 1}  # weights in blocks of 256 rows, where one rank has them whole
     for case in orders["cases"]:
         engine = EngineConfig(**case["engine"], tp=size, device="cpu")
         checkpoint = open_checkpoint(engine.model)

@@ -5,7 +5,8 @@ Every model is built under every recipe on 1, 2, 3 and 4 ranks, by one launch of
 
 - the integers, scales and zero points of each rank are those of one rank, sliced, bit for bit;
 - the logits differ from one rank's by rounding alone: the order in which summands of a row-split layer are added;
-- one rank's logits are those of transformers' model, quantized by torchao in the usual way.
+- one rank's logits are those of transformers' model, quantized by torchao in the usual way;
+- a checkpoint that `tpllama quantize` wrote has, at every degree, the weights that the original has after loading.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from transformers import LlamaForCausalLM
 from tpllama.blueprint import Blueprint
 from tpllama.checkpoint.open import open_checkpoint
 from tpllama.config import EngineConfig, LlamaConfig
+from tpllama.export import export
 from tpllama.parallel.plan import Split, llama_plan, style_of
 from tpllama.quantization.recipes import RECIPES, Recipe
 from tpllama.start import draw_blueprint
@@ -71,6 +73,9 @@ CASES = {name: (name, False) for name in [*CPU_RECIPES, "map"]} | {
 DYNAMIC = [name for name in CASES if name.startswith(("int8dq", "8da4w", "map"))]
 DEGREES = (2, 3, 4)
 # A batch of two texts; and 24 texts of one token, no two of which can spoil each other.
+# What `tpllama quantize` writes.
+SAVED = ", saved"
+SAVED_CASES = [f"{case}{SAVED}" for case in CASES if case != "none"]
 BATCHES = [
     [[1 + (7 * place + 13 * text) % 200 for place in range(8)] for text in range(2)],
     [[8 * i] for i in range(24)],
@@ -99,9 +104,23 @@ class Matrix:
         self.done: set[int] = set()
 
     def engine(self, model: str, case: str, dtype: str, tp: int = 1) -> EngineConfig:
+        """The engine for a case; a case that ends with SAVED loads what was quantized and written before."""
+        if case.endswith(SAVED):
+            return EngineConfig(
+                str(self.saved(model, case.removesuffix(SAVED), dtype)), tp=tp, dtype=dtype, device="cpu"
+            )
         name, quantize_lm_head = CASES[case]
         name = f"@{self.folder / 'map.json'}" if name == "map" else name
-        return EngineConfig(str(self.checkpoints[model]), tp, name, quantize_lm_head, dtype, "cpu")
+        return EngineConfig(
+            str(self.checkpoints[model]), tp=tp, torchao_config=name, quantize_lm_head=quantize_lm_head, dtype=dtype,
+            device="cpu",
+        )  # fmt: skip
+
+    def saved(self, model: str, case: str, dtype: str) -> Path:
+        path = self.folder / f"{model}.{case}.{dtype}.saved"
+        if not path.exists():
+            export(self.blueprint(model, case, dtype), open_checkpoint(str(self.checkpoints[model])), path)
+        return path
 
     def blueprint(self, model: str, case: str, dtype: str, tp: int = 1) -> Blueprint:
         engine = self.engine(model, case, dtype, tp)
@@ -121,7 +140,8 @@ class Matrix:
         cases = []
         for model in MODELS:
             for dtype in ("bfloat16", "float32"):
-                for case in CASES:
+                saved = SAVED_CASES if dtype == "bfloat16" else []
+                for case in [*CASES, *saved]:
                     engine = self.engine(model, case, dtype)
                     wanted = {field: getattr(engine, field) for field in fields}
                     keeps_weights = dtype == "bfloat16" or model == "odd"
@@ -201,6 +221,22 @@ def test_each_ranks_weights_are_one_ranks_sliced(matrix: Matrix, model: str, dty
             for kind, part in parts.items():
                 expected = owned_part(of_one[kind], *sizes, part.shape[1], style, rank)
                 assert torch.equal(bits(part), bits(expected)), (name, kind, rank)
+
+
+@pytest.mark.parametrize("case", SAVED_CASES)
+@pytest.mark.parametrize("tp", [1, *DEGREES])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_saved_checkpoint_is_what_was_quantized_here(matrix: Matrix, model: str, tp: int, case: str) -> None:
+    for rank in range(tp):
+        saved = matrix.result(model, case, "bfloat16", tp, rank)
+        quantized = matrix.result(model, case.removesuffix(SAVED), "bfloat16", tp, rank)
+        assert saved["weights"].keys() == quantized["weights"].keys()
+        for name, parts in saved["weights"].items():
+            assert parts.keys() == quantized["weights"][name].keys()
+            for kind, part in parts.items():
+                assert torch.equal(bits(part), bits(quantized["weights"][name][kind])), (name, kind, rank)
+        for ours, theirs in zip(saved["logits"], quantized["logits"], strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_the_odd_model_regroups_keeps_and_cuts_through_groups(matrix: Matrix) -> None:

@@ -23,7 +23,8 @@ from tpllama.parallel.plan import Placement, Plan, llama_plan, style_of
 from tpllama.parallel.split import legal_tp
 from tpllama.quantization.quantize import local_group_size
 from tpllama.quantization.recipes import HEAD, Recipe, RecipeMap
-from tpllama.quantization.report import Decision, decide
+from tpllama.quantization.report import Decision, decide, decide_stored
+from tpllama.quantization.stored import StoredForm, recognize
 
 EMBEDDING = "model.embed_tokens"
 # Stored by old checkpoints, computed by everybody.
@@ -45,6 +46,7 @@ class Blueprint:
     decisions: Mapping[str, Decision]
     shapes: Mapping[str, tuple[int, ...]]
     context_length: int
+    stored: Mapping[str, StoredForm]
 
     @staticmethod
     def of(engine: EngineConfig, checkpoint: Checkpoint, device: str) -> Blueprint:
@@ -52,17 +54,23 @@ class Blueprint:
         config = LlamaConfig.from_hf(overridden(checkpoint, engine.json_model_override_args))
         plan = llama_plan(config, engine.tp)
         recipes = RecipeMap.parse(engine.torchao_config, engine.quantize_lm_head)
-        recipes.check_device(device)
+        recipes.check_device(device)  # once more below, where the files decide
         model = meta_model(config)
         linears = {name: tuple(linear.weight.shape) for name, linear in named_linears(model)}
-        decisions = decide(linears, recipes, engine.strict)  # type: ignore[arg-type]
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        stored = _stored_forms(checkpoint)
         if engine.load_format != "dummy":
-            check_tensors(config, shapes, checkpoint.tensors)
+            check_tensors(config, shapes, _whole_tensors(checkpoint, stored))
+        if stored:
+            of_module = {name.removesuffix(".weight"): form.recipe for name, form in stored.items()}
+            recipes, decisions = decide_stored(linears, of_module, recipes)  # type: ignore[arg-type]
+        else:
+            decisions = decide(linears, recipes, engine.strict)  # type: ignore[arg-type]
+        recipes.check_device(device)
         return Blueprint(
             name=engine.model, config=config, engine=engine, tp=engine.tp, device=device,
             dtype=getattr(torch, engine.dtype), plan=plan, recipes=recipes, decisions=decisions, shapes=shapes,
-            context_length=_context_length(config, engine.max_seq_len),
+            context_length=_context_length(config, engine.max_seq_len), stored=stored,
         )  # fmt: skip
 
     def heads(self, rank: int) -> tuple[int, int]:
@@ -157,6 +165,22 @@ class Blueprint:
             "kv_bytes_per_token_per_rank": self.kv_bytes_per_token_per_rank(),
             "layers": list(self.layer_rows()),
         }
+
+
+def _stored_forms(checkpoint: Checkpoint) -> dict[str, StoredForm]:
+    """The recipe and shape of each weight that lies in the files quantized."""
+    forms = {}
+    for name, weight in checkpoint.quantized.items():
+        part_shapes = {part: checkpoint.tensors[tensor].shape for part, tensor in weight.parts.items()}
+        forms[name] = recognize(name, weight.kind, weight.attributes, part_shapes)
+    return forms
+
+
+def _whole_tensors(checkpoint: Checkpoint, stored: Mapping[str, StoredForm]) -> dict[str, TensorInfo]:
+    """The checkpoint's tensors, where those that are the parts of a quantized weight are seen as the weight."""
+    parts = {tensor for weight in checkpoint.quantized.values() for tensor in weight.parts.values()}
+    plain = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
+    return plain | {name: TensorInfo(form.shape) for name, form in stored.items()}
 
 
 def _context_length(config: LlamaConfig, asked: int | None) -> int:

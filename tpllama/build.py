@@ -8,11 +8,10 @@ Peak memory of a rank is its packed share and about one weight more (bench/load_
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import itertools
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,29 +26,33 @@ from tpllama.model.llama import Llama
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.plan import style_of
 from tpllama.parallel.shard import owned_slices, shard
-from tpllama.quantization.quantize import columns_to_read, join_rows, quantize
+from tpllama.quantization.quantize import columns_to_read, cut_columns, join_rows, quantize
 from tpllama.quantization.recipes import HEAD
+from tpllama.reading import BlockReader, Job, concatenated, read_ahead
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Rows are read and quantized in blocks of about so many elements: conversions take several times their bytes.
-# On the CPU they stay in its caches; a GPU wants fewer and larger steps.
-_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-# Freed memory goes back to the system each time so many elements have been read.
-_GIVE_BACK_ELEMENTS = 1 << 23
+# Passes on what it is given, and shows how much of it is done.
+Progress = Callable[[list[Any]], Iterable[Any]]
+# Installs one module, of the tensors that its jobs read.
+Place = Callable[[Iterator[Tensor]], None]
 
 
 def build(
-    blueprint: Blueprint, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: Ranks, device: torch.device
-) -> Runner:
-    """Loads this rank's share. Raises UserError for damaged files and, with strict, for values that are no numbers."""
+    blueprint: Blueprint, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: Ranks, device: torch.device,
+    progress: Progress = list,
+) -> Runner:  # fmt: skip
+    """Loads this rank's share; `progress` sees each module.
+
+    Raises UserError for damaged files and, with strict, for values that are no numbers.
+    """
     model = meta_model(blueprint.config)
     if mesh is not None:
         shard(model, mesh, blueprint.plan)
     if blueprint.engine.load_format == "dummy":
         checkpoint = DummyCheckpoint(checkpoint, blueprint.shapes, blueprint.engine.seed)
-    _Loader(blueprint, checkpoint, ranks, device).load(model)
+    _Loader(blueprint, checkpoint, ranks, device).load(model, progress)
     _connect(model, blueprint, ranks)
     model.model.rotary.to(device)
     if blueprint.engine.compile == "on":
@@ -68,91 +71,92 @@ class _Loader:
         self.checkpoint = checkpoint
         self.ranks = ranks
         self.device = device
-        self.names = list(blueprint.shapes)
-        self.bad: str | None = None
-        self.read_since_give_back = 0
+        self.reader = BlockReader(checkpoint, blueprint.dtype, device, blueprint.engine.strict)
 
-    def load(self, model: Llama) -> None:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear):
-                model.set_submodule(name, self._linear(name, module, model))
-            else:
-                for parameter_name, parameter in module.named_parameters(recurse=False):
-                    loaded = self._read(f"{name}.{parameter_name}", owned_slices(parameter))
-                    module.register_parameter(parameter_name, nn.Parameter(loaded, requires_grad=False))
-        _give_back_memory()
+    def load(self, model: Llama, progress: Progress) -> None:
+        steps = list(self._steps(model))
+        tensors = read_ahead(self.reader.read, [job for jobs, _ in steps for job in jobs])
+        for jobs, place in progress(steps):
+            place(itertools.islice(tensors, len(jobs)))
+        assert next(tensors, None) is None, "every tensor that was read has its place"
         self._agree_on_bad_values()
 
-    def _linear(self, name: str, linear: nn.Linear, model: Llama) -> nn.Module:
-        recipe = self.blueprint.decisions[name].recipe
-        bias = None if linear.bias is None else self._read(f"{name}.bias", owned_slices(linear.bias))
-        is_tied = name == HEAD and self.blueprint.config.tie_word_embeddings
-        if is_tied and recipe is None:
-            return pack(model.model.embed_tokens.weight.detach(), bias, self.device.type)
-        rows, columns = owned_slices(linear.weight)
-        source = f"{EMBEDDING if is_tied else name}.weight"
+    def _steps(self, model: Llama) -> Iterator[tuple[list[Job], Place]]:
+        """What to read for each module, and how it is installed then."""
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                yield self._linear(name, module, model)
+            else:
+                for parameter_name, parameter in module.named_parameters(recurse=False):
+                    index = owned_slices(parameter)
+                    place = functools.partial(_place_parameter, module, parameter_name, _shape(index))
+                    yield self.reader.jobs(f"{name}.{parameter_name}", index), place
+
+    def _linear(self, name: str, linear: nn.Linear, model: Llama) -> tuple[list[Job], Place]:
         style = style_of(self.blueprint.plan, name)
         is_row_split = self.ranks.size > 1 and style is not None and style.dim == 1
-        agree_max = self.ranks.max if is_row_split else None
+        jobs, weight_of = self._weight(name, linear, model, is_row_split)
+        bias = [] if linear.bias is None else [(f"{name}.bias", owned_slices(linear.bias))]
+
+        def place(tensors: Iterator[Tensor]) -> None:
+            own_bias = next(tensors) if bias else None
+            agree_max = self.ranks.max if is_row_split else None
+            model.set_submodule(name, pack(weight_of(tensors), own_bias, self.device.type, agree_max))
+
+        return [*bias, *jobs], place
+
+    def _weight(
+        self, name: str, linear: nn.Linear, model: Llama, is_row_split: bool
+    ) -> tuple[list[Job], Callable[[Iterator[Tensor]], Tensor]]:
+        """What to read for a linear's weight, and the plain or neutral tensor that becomes of it."""
+        recipe = self.blueprint.decisions[name].recipe
+        is_tied = name == HEAD and self.blueprint.config.tie_word_embeddings
+        if is_tied and recipe is None:
+            return [], lambda _: model.model.embed_tokens.weight.detach()
+        rows, columns = owned_slices(linear.weight)
+        source = f"{EMBEDDING if is_tied else name}.weight"
         if recipe is None:
-            return pack(self._read(source, (rows, columns)), bias, self.device.type, agree_max)
-        in_features = self.blueprint.shapes[source][1]
+            index = (rows, columns)
+            return self.reader.jobs(source, index), lambda blocks: concatenated(blocks, _shape(index))
+        in_features = linear.weight.shape[1]
         reading = columns_to_read(recipe, columns, in_features)
         own = slice(columns.start - reading.start, columns.stop - reading.start)
+        if stored := self.blueprint.stored.get(source):
+            parts = self.checkpoint.quantized[source].parts
+            slices = stored.slices(rows, reading)
+            return [(parts[part], index) for part, index in slices.items()], lambda tensors: cut_columns(
+                stored.assemble(dict(zip(slices, tensors, strict=True)), self.blueprint.dtype), own
+            )
         is_of_tensor = recipe.family.extent == "tensor"
         is_scale_shared = is_row_split or (self.ranks.size > 1 and is_of_tensor)
         agree_scale = self.ranks.max if is_scale_shared else None
         # Ranks that agree on scales have the same rows, and so the same blocks.
-        blocks = [rows] if is_of_tensor else self._row_blocks(rows, in_features)
-        parts = (quantize(self._read(source, (block, reading)), recipe, own, agree_scale) for block in blocks)
-        return pack(join_rows(parts, rows.stop - rows.start), bias, self.device.type, agree_max)
-
-    def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A slice of a weight, or all of it, in the model's dtype on this rank's device."""
-        rows, *columns = index
-        blocks = self._row_blocks(rows, columns[0].stop - columns[0].start if columns else 1)
-        if len(blocks) == 1:
-            return self._read_block(name, index)
-        shape = [part.stop - part.start for part in index]
-        whole = torch.empty(shape, dtype=self.blueprint.dtype, device=self.device)
-        for block in blocks:
-            whole[block.start - rows.start : block.stop - rows.start] = self._read_block(name, (block, *columns))
-        return whole
-
-    def _read_block(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        if self.read_since_give_back >= _GIVE_BACK_ELEMENTS:
-            _give_back_memory()
-            self.read_since_give_back = 0
-        self.read_since_give_back += math.prod(part.stop - part.start for part in index)
-        tensor = self.checkpoint.read(name, index).to(self.device, self.blueprint.dtype)
-        if self.blueprint.engine.strict and self.bad is None and not bool(tensor.isfinite().all()):
-            self.bad = name
-        return tensor
-
-    def _row_blocks(self, rows: slice, columns: int) -> list[slice]:
-        """Rows in blocks of about _BLOCK_ELEMENTS, with borders at multiples of 256."""
-        size = max(_BLOCK_ELEMENTS[self.device.type] // columns // 256, 1) * 256
-        inner = range((rows.start // size + 1) * size, rows.stop, size)
-        return [slice(*borders) for borders in itertools.pairwise((rows.start, *inner, rows.stop))]
+        blocks = [rows] if is_of_tensor else self.reader.row_blocks(rows, in_features)
+        return [(source, (block, reading)) for block in blocks], lambda tensors: join_rows(
+            (quantize(tensor, recipe, own, agree_scale) for tensor in tensors), rows.stop - rows.start
+        )
 
     def _agree_on_bad_values(self) -> None:
         """Every rank raises alike, whichever found a value that is no finite number."""
         if not self.blueprint.engine.strict:
             return
-        place = self.names.index(self.bad) if self.bad else -1
+        names = list(self.blueprint.shapes)
+        bad = self.reader.bad
+        place = names.index(bad) if bad in names else -1
         worst = int(self.ranks.max(torch.tensor([place], device=self.device)))
         if worst >= 0:
             raise UserError(
-                f"found a value that is no finite number in tensor {self.names[worst]}, expected none under --strict, "
+                f"found a value that is no finite number in tensor {names[worst]}, expected none under --strict, "
                 f"get an undamaged checkpoint"
             )
 
 
-def _give_back_memory() -> None:
-    """Gives memory freed by conversions back to the system; glibc would keep it in pieces that the next don't fit."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _place_parameter(module: nn.Module, name: str, shape: tuple[int, ...], blocks: Iterator[Tensor]) -> None:
+    module.register_parameter(name, nn.Parameter(concatenated(blocks, shape), requires_grad=False))
+
+
+def _shape(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in index)
 
 
 def _connect(model: Llama, blueprint: Blueprint, ranks: Ranks) -> None:

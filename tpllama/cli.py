@@ -101,16 +101,23 @@ def build_parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="a conversation in the terminal (/reset, /exit)")
     plan = commands.add_parser("plan", help="what each layer will become, before any weight is read")
     plan.add_argument("--json", action="store_true", help="one JSON object")
+    quantize = commands.add_parser("quantize", help="write a quantized checkpoint, for any --tp and for transformers")
+    quantize.add_argument("model", metavar="MODEL", help="directory, .gguf file, hub id org/name, or smollm2")
+    quantize.add_argument("out", metavar="OUT", help="a new directory")
     for command in (generate, chat):
         _add_sampling(command)
     for command in (generate, chat, plan):
+        command.add_argument(
+            "--model", default="smollm2", metavar="M", help="directory, .gguf file, hub id org/name, or smollm2"
+        )
+    for command in (generate, chat, plan, quantize):
         _add_common(command)
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default="smollm2", metavar="M", help="directory, .gguf file, hub id org/name, or smollm2")
+    add("--llama-model", metavar="BASE", help="the model that M was fine-tuned from, for what M lacks of it")
     add("--tp", type=int, metavar="N", help="tensor-parallel degree; N ranks are started (not under torchrun)")
     add("--torchao-config", default="none", metavar="R", help="a quantization recipe, or @file.json: pattern to recipe")
     add("--quantize-lm-head", action="store_true", help="quantize the output head too")

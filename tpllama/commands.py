@@ -16,7 +16,7 @@ from tpllama.engine.request import SamplingParams
 from tpllama.parallel.launch import Death
 from tpllama.parallel.place import resolve_tp, torchrun_place
 from tpllama.prepare import Preparation
-from tpllama.terminal import InOrder, Summary, note, plan_table, text_of, write
+from tpllama.terminal import InOrder, Summary, human_bytes, note, plan_table, progress_bar, text_of, write
 
 if TYPE_CHECKING:
     from tpllama.blueprint import Blueprint
@@ -32,8 +32,8 @@ def generate(arguments: argparse.Namespace) -> None:
         texts = _prompt_texts(arguments)
         use_template = preparation.tokenizer.has_chat_template and not arguments.raw
         prompts = [_prompt(preparation, text, use_template) for text in texts]
+        _say_what_is_loaded(preparation)
         llm = LLM.prepared(preparation)
-        _say_quantized(llm.blueprint)
         printer = InOrder(len(prompts), params.n, as_json=arguments.json)
         summary = Summary(sum(len(prompt.token_ids) for prompt in prompts))
         for piece in llm.pieces(prompts, [params] * len(prompts)):
@@ -48,8 +48,8 @@ def chat(arguments: argparse.Namespace) -> None:
     with _prepare(arguments) as preparation:
         if preparation.place.rank == 0 and not preparation.tokenizer.has_chat_template:
             raise UserError("found no chat template in the model's tokenizer, expected one, use tpllama generate")
+        _say_what_is_loaded(preparation)
         llm = LLM.prepared(preparation)
-        _say_quantized(llm.blueprint)
         messages: list[dict[str, Any]] = []
         while (line := _read_line()) not in (None, "/exit"):
             if line == "/reset":
@@ -77,15 +77,39 @@ def _answer(llm: LLM, messages: list[dict[str, Any]], line: str, params: Samplin
 
 def plan(arguments: argparse.Namespace) -> None:
     """What each layer will become, from config and headers alone."""
-    from tpllama.checkpoint.open import open_checkpoint
+    from tpllama.checkpoint.open import open_for
     from tpllama.start import draw_blueprint
 
     place = torchrun_place(os.environ)
     engine = EngineConfig(tp=resolve_tp(arguments.tp, place), **_engine_options(arguments))
-    blueprint = draw_blueprint(engine, open_checkpoint(engine.model, weights=engine.load_format != "dummy"))
+    checkpoint = open_for(engine)
+    blueprint = draw_blueprint(engine, checkpoint)
     if place is None or place.rank == 0:
+        for line in checkpoint.notes:
+            note(line)
         report = blueprint.report()
         write(json.dumps(report) + "\n" if arguments.json else plan_table(report))
+
+
+def quantize(arguments: argparse.Namespace) -> None:
+    """Writes a quantized checkpoint. One process does it, whatever the degree: the result is the same at any."""
+    from tpllama.checkpoint.open import open_for
+    from tpllama.export import export
+    from tpllama.start import draw_blueprint
+
+    place = torchrun_place(os.environ)
+    degree = resolve_tp(arguments.tp, place)
+    if place is not None and place.rank > 0:
+        return
+    engine = EngineConfig(**_engine_options(arguments))
+    checkpoint = open_for(engine)
+    for line in checkpoint.notes:
+        note(line)
+    blueprint = draw_blueprint(dataclasses.replace(engine, tp=degree), checkpoint)
+    _say_quantized(blueprint)
+    out = Path(arguments.out)
+    export(blueprint, checkpoint, out, progress_bar("quantizing"))
+    note(f"wrote {out}, {human_bytes(sum(file.stat().st_size for file in out.iterdir()))}")
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,6 +154,15 @@ def _lines(path: str) -> list[str]:
 
 def _prompt(preparation: Preparation, text: str, use_template: bool) -> Prompt:
     return preparation.chat_prompt([{"role": "user", "content": text}]) if use_template else preparation.prompt(text)
+
+
+def _say_what_is_loaded(preparation: Preparation) -> None:
+    """Before the weights, for nothing is silent. Under torchrun on the first rank alone."""
+    if preparation.place.rank == 0:
+        for line in preparation.checkpoint.notes:
+            note(line)
+        _say_quantized(preparation.blueprint)
+        preparation.progress = progress_bar("loading")
 
 
 def _say_quantized(blueprint: Blueprint) -> None:

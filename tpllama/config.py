@@ -290,6 +290,7 @@ class EngineConfig:
     """What the user asked for: the common flags of `tpllama generate --help`, and how many texts share a batch."""
 
     model: str = "smollm2"
+    llama_model: str | None = None
     tp: int = 1
     torchao_config: str = "none"
     quantize_lm_head: bool = False

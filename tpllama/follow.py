@@ -29,11 +29,11 @@ def main() -> int:
 
 
 def _follow(engine: EngineConfig, place: Place) -> None:
-    from tpllama.checkpoint.open import open_checkpoint
+    from tpllama.checkpoint.open import open_for
     from tpllama.engine.lockstep import follow
     from tpllama.start import draw_blueprint, start_rank
 
-    checkpoint = open_checkpoint(engine.model, weights=engine.load_format != "dummy")
+    checkpoint = open_for(engine)
     runner = start_rank(draw_blueprint(engine, checkpoint), checkpoint, place)
     del checkpoint  # nothing more is read: its files are closed
     follow(runner, runner.ranks)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tpllama.checkpoint.open import Checkpoint, open_checkpoint, overridden
+from tpllama.checkpoint.open import Checkpoint, open_for, overridden
 from tpllama.config import EngineConfig, LlamaConfig, UserError
 from tpllama.parallel.launch import Death, Followers
 from tpllama.parallel.place import Place, resolve_tp, torchrun_place
@@ -42,16 +42,19 @@ class Preparation:
         degree = resolve_tp(tp, torchrun)
         self.config = EngineConfig(model=model, tp=degree, torchao_config=torchao_config, **options)
         RecipeMap.parse(torchao_config)  # a wrong name is said before anything is started
-        self.checkpoint: Checkpoint = open_checkpoint(model, weights=self.config.load_format != "dummy")
+        self.checkpoint: Checkpoint = open_for(self.config)
         check_tp(LlamaConfig.from_hf(overridden(self.checkpoint, self.config.json_model_override_args)), degree)
         self.load_seconds = 0.0
+        self.progress: Callable[[list[Any]], Iterable[Any]] = list  # see `build`
         self._leader: Leader | None = None
         self._has_joined = False
         self._followers: Followers | None = None
         self.place = torchrun or Place(0, degree, 0, degree)
         if torchrun is None and degree > 1:
             # Every rank reads the very files that the leader found.
-            engine = asdict(self.config) | {"model": str(self.checkpoint.path)}
+            base = self.checkpoint.base_path
+            engine = asdict(self.config)
+            engine |= {"model": str(self.checkpoint.path), "llama_model": None if base is None else str(base)}
             self._followers = Followers(degree, {"engine": engine, "debug": debug}, os.environ)
             if on_rank_death:
                 self._followers.on_death(on_rank_death, grace_s=3)
@@ -96,7 +99,7 @@ class Preparation:
         listener = self._followers.listener if self._followers else None
         self._has_joined = self.place.size > 1
         with self._closing_on_error(), self.blaming_ranks():
-            runner = start_rank(self.blueprint, self.checkpoint, self.place, listener, self._check_ranks)
+            runner = start_rank(self.blueprint, self.checkpoint, self.place, listener, self._check_ranks, self.progress)
             if self.place.rank > 0:
                 follow(runner, runner.ranks)
                 raise SystemExit(0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from tpllama.blueprint import Blueprint
-from tpllama.build import build
+from tpllama.build import Progress, build
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.runner import Runner
@@ -37,6 +37,7 @@ def start_rank(
     place: Place,
     listener: socket.socket | None = None,
     while_waiting: Callable[[], None] = lambda: None,
+    progress: Progress = list,
 ) -> Runner:
     """Joins the other ranks (see `join`), loads this one's share. Raises UserError for files that can't be loaded."""
     torch.set_num_threads(threads_per_rank(place.local_size, os.environ))
@@ -44,7 +45,7 @@ def start_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh, ranks = join(place, device.type, listener, while_waiting)
-    return build(blueprint, checkpoint, mesh, ranks, device)
+    return build(blueprint, checkpoint, mesh, ranks, device, progress)
 
 
 def draw_blueprint(engine: EngineConfig, checkpoint: Checkpoint) -> Blueprint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from tpllama.engine.request import Output, TokenLogprobs
@@ -30,6 +31,19 @@ def note(text: str) -> None:
 def text_of(line: str) -> str | None:
     """A line read from a stream without its white space, None at the stream's end."""
     return line.strip() if line else None
+
+
+def progress_bar(what: str) -> Callable[[list[Any]], Iterable[Any]]:
+    """A bar on standard error over what it is given, on a terminal; elsewhere nothing is shown."""
+
+    def over(steps: list[Any]) -> Iterable[Any]:
+        if not sys.stderr.isatty():
+            return steps
+        from tqdm import tqdm
+
+        return tqdm(steps, desc=f"tpllama: {what}", unit="weight", leave=False, file=sys.stderr)
+
+    return over
 
 
 class InOrder:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tpllama.checkpoint import dummy
 from tpllama.checkpoint.dummy import DummyCheckpoint
-from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint
-from tpllama.checkpoint.open import TensorInfo
+from tpllama.checkpoint.open import TensorInfo, open_checkpoint
 
 SHAPES = {
     "model.embed_tokens.weight": (700, 1500),
@@ -27,7 +26,7 @@ SHAPES = {
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> DummyCheckpoint:
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 7}')
-    return DummyCheckpoint(HuggingFaceCheckpoint(path, weights=False), SHAPES, seed=3)
+    return DummyCheckpoint(open_checkpoint(str(path), weights=False), SHAPES, seed=3)
 
 
 def test_everything_else_is_the_inner_checkpoints(checkpoint: DummyCheckpoint) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tpllama.checkpoint import huggingface
-from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, hub_snapshot
+from tpllama.checkpoint.huggingface import hub_snapshot
+from tpllama.checkpoint.open import open_checkpoint
 
 
 def test_hub_model_from_the_cache_prefers_safetensors(monkeypatch: pytest.MonkeyPatch, hf_directory: Path) -> None:
@@ -35,11 +36,14 @@ def test_hub_cache_is_read_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     repository = tmp_path / "cache" / "models--org--name"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
-    (repository / "snapshots").mkdir()
-    (repository / "snapshots" / commit).symlink_to(hf_directory)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (hf_directory / name).rename(repository / "blobs" / f"hash-of-{name}")
+        (repository / "snapshots" / commit / name).symlink_to(f"../../blobs/hash-of-{name}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    checkpoint = HuggingFaceCheckpoint(hub_snapshot("org/name"))
+    checkpoint = open_checkpoint("org/name")
     assert "model.norm.weight" in checkpoint.tensors
 
 

@@ -13,8 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint
-from tpllama.checkpoint.open import TensorInfo
+from tpllama.checkpoint.open import TensorInfo, open_checkpoint
 
 State = dict[str, torch.Tensor]
 LAYOUTS = ("safetensors", "sharded-safetensors", "bin", "legacy-bin", "sharded-bin")
@@ -26,7 +25,7 @@ def test_every_layout_gives_the_same_tensors(
     directory: Path, tiny_state: State, write_weights: Any, layout: str, read_whole: Any
 ) -> None:
     write_weights(directory, tiny_state, layout)
-    checkpoint = HuggingFaceCheckpoint(directory)
+    checkpoint = open_checkpoint(str(directory))
     assert checkpoint.tensors == {name: TensorInfo(tuple(value.shape)) for name, value in tiny_state.items()}
     for name, value in tiny_state.items():
         read = read_whole(checkpoint, name)
@@ -44,7 +43,7 @@ def test_a_slice_is_a_copy_of_that_slice_alone(
     name = data.draw(st.sampled_from(sorted(tiny_state)))
     bounds = [sorted(data.draw(st.tuples(*2 * [st.integers(0, size)]))) for size in tiny_state[name].shape]
     index = tuple(slice(*pair) for pair in bounds)
-    part = HuggingFaceCheckpoint(directory).read(name, index)
+    part = open_checkpoint(str(directory)).read(name, index)
     assert torch.equal(part, tiny_state[name][index])
     assert part.is_contiguous()
     assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
@@ -54,7 +53,7 @@ def test_writing_to_a_slice_leaves_the_file_alone(
     directory: Path, write_weights: Any, tiny_state: State, read_whole: Any
 ) -> None:
     write_weights(directory, tiny_state, "bin")
-    checkpoint = HuggingFaceCheckpoint(directory)
+    checkpoint = open_checkpoint(str(directory))
     read_whole(checkpoint, Q_PROJ).zero_()
     assert torch.equal(read_whole(checkpoint, Q_PROJ), tiny_state[Q_PROJ])
 
@@ -64,7 +63,7 @@ def test_safetensors_are_preferred_to_bin(
 ) -> None:
     write_weights(directory, tiny_state, "safetensors")
     write_weights(directory, {Q_PROJ: torch.zeros(2, 2)}, "bin")
-    assert torch.equal(read_whole(HuggingFaceCheckpoint(directory), Q_PROJ), tiny_state[Q_PROJ])
+    assert torch.equal(read_whole(open_checkpoint(str(directory)), Q_PROJ), tiny_state[Q_PROJ])
 
 
 def test_opening_safetensors_does_not_import_torch(hf_directory: Path) -> None:
@@ -76,7 +75,7 @@ def test_opening_safetensors_does_not_import_torch(hf_directory: Path) -> None:
 
 
 def test_config_alone_is_enough_without_weights(directory: Path) -> None:
-    checkpoint = HuggingFaceCheckpoint(directory, weights=False)
+    checkpoint = open_checkpoint(str(directory), weights=False)
     assert checkpoint.tensors == {}
     assert checkpoint.fields["hidden_size"] == 64
 
@@ -91,11 +90,11 @@ def test_eos_token_ids_are_the_ordered_union(
     (directory / "config.json").write_text(json.dumps(tiny_config | {"eos_token_id": config}))
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert HuggingFaceCheckpoint(directory, weights=False).eos_token_ids == expected
+    assert open_checkpoint(str(directory), weights=False).eos_token_ids == expected
 
 
 def test_no_tokenizer_files_is_no_tokenizer(directory: Path) -> None:
-    assert HuggingFaceCheckpoint(directory, weights=False).tokenizer() is None
+    assert open_checkpoint(str(directory), weights=False).tokenizer() is None
 
 
 def test_tokenizer_is_transformers_own(directory: Path) -> None:
@@ -104,6 +103,6 @@ def test_tokenizer_is_transformers_own(directory: Path) -> None:
 
     backend = Tokenizer(models.WordLevel({"hello": 0, "<unk>": 1}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(directory)
-    tokenizer = HuggingFaceCheckpoint(directory, weights=False).tokenizer()
+    tokenizer = open_checkpoint(str(directory), weights=False).tokenizer()
     assert tokenizer is not None
     assert tokenizer("hello").input_ids == [0]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint
+from tpllama.checkpoint.open import open_checkpoint
 
 State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
 def fails_to_open(fails: Any) -> Callable[..., None]:
-    return lambda directory, *parts: fails(lambda: HuggingFaceCheckpoint(directory), *parts)
+    return lambda directory, *parts: fails(lambda: open_checkpoint(str(directory)), *parts)
 
 
 @pytest.mark.parametrize(
@@ -25,33 +25,18 @@ def fails_to_open(fails: Any) -> Callable[..., None]:
 )
 def test_a_damaged_tokenizer_is_an_error(fails: Any, directory: Path, file: str, content: str) -> None:
     (directory / file).write_text(content)
-    fails(lambda: HuggingFaceCheckpoint(directory, weights=False).tokenizer(), str(directory), "tokenizer files")
+    fails(lambda: open_checkpoint(str(directory), weights=False).tokenizer(), str(directory), "tokenizer files")
 
 
 def test_no_config(fails_to_open: Any, tmp_path: Path) -> None:
-    fails_to_open(tmp_path, "no config.json", str(tmp_path))
+    fails_to_open(tmp_path, "config.json", str(tmp_path), "it is empty")
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\x00"])
 def test_invalid_config(fails_to_open: Any, tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
+    (tmp_path / "model.safetensors").write_bytes(b"")
     fails_to_open(tmp_path, "config.json")
-
-
-@pytest.mark.parametrize("file", ["params.json", "consolidated.00.pth"])
-def test_metas_form_is_named(fails_to_open: Any, tmp_path: Path, file: str) -> None:
-    (tmp_path / file).write_text("{}")
-    fails_to_open(tmp_path, "Meta's form", "convert it")
-
-
-def test_metas_weights_beside_config_are_named(fails_to_open: Any, directory: Path) -> None:
-    (directory / "consolidated.00.pth").write_bytes(b"")
-    fails_to_open(directory, "no weights", "Meta's form")
-
-
-def test_adapter_is_named(fails_to_open: Any, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    fails_to_open(tmp_path, "LoRA adapter", "merge")
 
 
 def test_gguf_in_a_directory_is_named(fails_to_open: Any, tmp_path: Path) -> None:
@@ -62,11 +47,12 @@ def test_gguf_in_a_directory_is_named(fails_to_open: Any, tmp_path: Path) -> Non
 def test_quantized_checkpoint_is_named(fails_to_open: Any, directory: Path, tiny_config: dict[str, Any]) -> None:
     config = tiny_config | {"quantization_config": {"quant_method": "gptq"}}
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes(b"")
     fails_to_open(directory, "'gptq'")
 
 
 def test_no_weights_lists_what_was_looked_for(fails_to_open: Any, directory: Path) -> None:
-    fails_to_open(directory, "no weights", "model.safetensors,", "pytorch_model.bin.index.json")
+    fails_to_open(directory, "config.json", "model.safetensors,", "pytorch_model.bin", "consolidated.NN.pth")
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
@@ -124,7 +110,8 @@ def test_garbage_instead_of_weights(
     [
         ({"a": Path("code")}, "weights_only"),
         ([torch.ones(1)], "a list"),
-        ({"model": {"a": torch.ones(1)}}, "'model'"),
+        ({"model": {"a": torch.ones(1)}, "epoch": 3}, "'model'"),
+        ({1: torch.ones(1)}, "found 1"),
     ],
 )
 def test_bin_holding_something_else(fails_to_open: Any, directory: Path, content: object, part: str) -> None:

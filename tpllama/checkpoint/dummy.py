@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpllama.checkpoint.open import Checkpoint, TensorInfo
+from tpllama.checkpoint.open import Checkpoint, StoredWeight, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +29,24 @@ class DummyCheckpoint:
     def __init__(self, inner: Checkpoint, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         self._inner = inner
         self._seed = seed
+        self.quantized: Mapping[str, StoredWeight] = {}
         self.tensors: Mapping[str, TensorInfo] = {name: TensorInfo(tuple(shape)) for name, shape in shapes.items()}
 
     @property
     def path(self) -> Path:
         return self._inner.path
+
+    @property
+    def base_path(self) -> Path | None:
+        return self._inner.base_path
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._inner.notes
 
     @property
     def fields(self) -> Mapping[str, Any]:

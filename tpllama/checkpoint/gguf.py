@@ -18,7 +18,7 @@ from tpllama.checkpoint import names
 from tpllama.checkpoint.gguf_config import config_fields, eos_token_ids
 from tpllama.checkpoint.gguf_reader import open_gguf
 from tpllama.checkpoint.gguf_tokenizer import build_tokenizer
-from tpllama.checkpoint.open import TensorInfo
+from tpllama.checkpoint.open import StoredWeight, TensorInfo
 from tpllama.checkpoint.rotary_rows import from_interleaved, is_rotated
 from tpllama.config import UserError
 
@@ -34,11 +34,16 @@ _ROPE_FACTORS = "rope_freqs.weight"
 class GgufCheckpoint:
     """A .gguf file, opened by memory map."""
 
+    base_path: Path | None = None
+    notes: tuple[str, ...] = ()
+
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.files = (path,)
         self._reader = open_gguf(path)
         self.fields = config_fields(self._reader, path)
         self.eos_token_ids = eos_token_ids(self._reader)
+        self.quantized: Mapping[str, StoredWeight] = {}
         self._stored = _by_name(self._reader.tensors, path)
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(tuple(int(n) for n in reversed(tensor.shape))) for name, tensor in self._stored.items()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tpllama.config import UserError, merge
+from tpllama.config import EngineConfig, UserError, merge
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,19 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that lies in the files as one of torchao's quantized tensors.
+
+    kind: the name of its class. attributes: the class's, as objects or as torchao writes them in JSON.
+    parts: the name of the plain tensor, among `Checkpoint.tensors`, that holds each of its tensors (qdata, scale...).
+    """
+
+    kind: str
+    attributes: Mapping[str, Any]
+    parts: Mapping[str, str]
+
+
 class Checkpoint(Protocol):
     """A model's files, seen as Hugging Face's: config spelling, tensor names, rotate-half q and k rows."""
 
@@ -36,19 +49,35 @@ class Checkpoint(Protocol):
         """The file or directory."""
 
     @property
+    def base_path(self) -> Path | None:
+        """The base model's file or directory, where these files are not the whole model."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the weights."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about the choice and the reading of these files, a line each."""
+
+    @property
     def fields(self) -> Mapping[str, Any]:
         """config.json, or its equivalent, in Hugging Face's spelling."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every stored tensor by Hugging Face's name."""
+        """Every stored plain tensor by Hugging Face's name."""
+
+    @property
+    def quantized(self) -> Mapping[str, StoredWeight]:
+        """Weights stored quantized, by Hugging Face's name; their parts are among `tensors`."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a text, from the generation config and the tokenizer's metadata."""
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """A copy of one slice of tensor `name`, in its stored floating dtype. Reads no other slice's pages.
+        """A copy of one slice of tensor `name`, in its stored dtype. Reads no other slice's pages.
 
         `index` has one slice with explicit bounds per dimension. Raises UserError where the file is damaged.
         """
@@ -57,17 +86,20 @@ class Checkpoint(Protocol):
         """The tokenizer, or None where the files hold none."""
 
 
-def open_checkpoint(model: str, weights: bool = True) -> Checkpoint:
+def open_checkpoint(model: str, weights: bool = True, base: str | None = None) -> Checkpoint:
     """Finds the files of `model` and opens their headers.
 
-    `model` is a directory, a `.gguf` file, a hub id `org/name` or `smollm2`, the embedded default.
-    Without `weights` a directory needs its config.json alone, and `tensors` may be empty.
-    Raises UserError: nothing there, an unknown format, damaged headers.
+    `model` is a directory, a `.gguf` file, a hub id `org/name` or `smollm2`, the embedded default. `base` is a model
+    that lends what a fine-tuning output lacks: config, tokenizer, and for an adapter the weights.
+    Without `weights` a directory needs its config alone, and `tensors` may be empty.
+    Raises UserError: nothing there, an unknown or ambiguous form, damaged headers.
     """
     path = _path(model)
     if model == EMBEDDED_MODEL or (path.suffix == ".gguf" and path.is_file()):
         from tpllama.checkpoint.gguf import GgufCheckpoint
 
+        if base is not None:
+            raise UserError(f"found --llama-model {base} with the GGUF model {model}, which is whole, leave it out")
         return GgufCheckpoint(_embedded_path() if model == EMBEDDED_MODEL else path)
     if path.is_file():
         raise UserError(f"found file {model}, expected a directory or a .gguf file, pass the model's directory")
@@ -77,9 +109,18 @@ def open_checkpoint(model: str, weights: bool = True) -> Checkpoint:
             f"found no model at {model!r}, expected a directory, a .gguf file, a hub id org/name or "
             f"{EMBEDDED_MODEL!r}, check the path"
         )
-    from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, hub_snapshot
+    from tpllama.checkpoint.directory import open_directory
 
-    return HuggingFaceCheckpoint(path if path.is_dir() else hub_snapshot(model, weights), weights)
+    if path.is_dir():
+        return open_directory(path, weights, base)
+    from tpllama.checkpoint.huggingface import hub_snapshot
+
+    return open_directory(hub_snapshot(model, weights), weights, base)
+
+
+def open_for(engine: EngineConfig) -> Checkpoint:
+    """Opens what the user asked for: the model, its base if one was named, no weights where they are made up."""
+    return open_checkpoint(engine.model, engine.load_format != "dummy", engine.llama_model)
 
 
 def _path(model: str) -> Path:

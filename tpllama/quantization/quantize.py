@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tpllama.quantization.neutral import assemble, layout_of, parts_of, quantize_plain
 from tpllama.quantization.recipes import Recipe
 
 # Minimum and maximum, repeated: as many columns as keeps sizes at the multiples that torchao's fp8 wants.
@@ -46,7 +47,7 @@ def quantize(weight: Tensor, recipe: Recipe, own: slice, agree_max: Callable[[Te
     """
     shares = agree_max is not None and recipe.family.extent != "group"
     if not shares:
-        return _cut(_torchao(weight, recipe), own)
+        return cut_columns(quantize_plain(weight, recipe), own)
     assert agree_max is not None
     columns = weight.shape[1]
     extremes = torch.stack((weight.amax(1), -weight.amin(1)))
@@ -54,7 +55,7 @@ def quantize(weight: Tensor, recipe: Recipe, own: slice, agree_max: Callable[[Te
         extremes = extremes.amax(1, keepdim=True)  # of one size on all ranks, whatever rows they have
     high, low = agree_max(extremes.float()).to(weight.dtype).expand(2, weight.shape[0])
     witnesses = torch.stack((high, -low), dim=1).repeat(1, _WITNESSES // 2)
-    return _cut(_torchao(torch.cat((weight, witnesses), dim=1), recipe), slice(0, columns))
+    return cut_columns(quantize_plain(torch.cat((weight, witnesses), dim=1), recipe), slice(0, columns))
 
 
 def join_rows(parts: Iterable[Tensor], rows: int) -> Tensor:
@@ -64,36 +65,19 @@ def join_rows(parts: Iterable[Tensor], rows: int) -> Tensor:
     for part in parts:
         if part.shape[0] == rows:
             return part
-        names, attributes = part.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            values = getattr(part, name)
-            row_dim = int(type(part).__name__ == "Int4Tensor" and name != "qdata")  # its scales are [groups, rows]
+        layout = layout_of(type(part).__name__)
+        for name, values in parts_of(part).items():
+            row_dim = layout.row_dim(name)
             if name not in whole:
                 shape = list(values.shape)
                 shape[row_dim] = rows
                 whole[name] = values.new_empty(shape)
             whole[name].narrow(row_dim, top, part.shape[0]).copy_(values)
         top += part.shape[0]
-    kind: Any = type(part)
-    if "shape" in attributes:
-        attributes = attributes | {"shape": torch.Size((rows, part.shape[1]))}
-    joined: Tensor = kind.__tensor_unflatten__(whole, attributes, None, None)
-    return joined
+    return assemble(part, whole, rows, part.shape[1])
 
 
-def _torchao(weight: Tensor, recipe: Recipe) -> Tensor:
-    from torchao.quantization import quantize_
-
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    quantize_(linear, recipe.config())
-    quantized: Any = linear.weight.detach()
-    if recipe.family.kind == "float8":  # torchao divides zeros by their scale, which is zero: that is no number
-        quantized.qdata.view(torch.uint8).masked_fill_(quantized.scale == 0, 0)
-    return quantized
-
-
-def _cut(weight: Any, own: slice) -> Tensor:
+def cut_columns(weight: Any, own: slice) -> Tensor:
     """Columns `own` of a neutral tensor. Groups that `own` cuts through become smaller groups of equal scale."""
     if own == slice(0, weight.shape[1]):
         return weight

@@ -38,6 +38,12 @@ def _int4wo(group_size: int) -> Any:
     return Int4PlainConfig(group_size)
 
 
+def _int4wo_of_torchao(group_size: int) -> Any:
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    return Int4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)
+
+
 def _8da4w(group_size: int) -> Any:
     import torch
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
@@ -70,6 +76,7 @@ class Family:
     extent: the part of a weight that shares one scale. group_sizes: those the user may ask for, none for
     other extents. dynamic: activations are quantized too, per token, as they come. kind: what a weight becomes.
     devices: where it can run, for which `needs` says what else it needs; multiple_of: of what sizes must be one.
+    saved_config: torchao's own config for a checkpoint's config.json, where ours isn't one of torchao's.
     """
 
     name: str
@@ -81,12 +88,13 @@ class Family:
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs: str = ""
     multiple_of: int = 1
+    saved_config: Callable[[int], Any] | None = None
 
 
 FAMILIES: tuple[Family, ...] = (
     Family("int8wo", _int8wo, "row", False, "int8"),
     Family("int8dq", _int8dq, "row", True, "int8"),
-    Family("int4wo", _int4wo, "group", False, "int4", (32, 64, 128, 256)),
+    Family("int4wo", _int4wo, "group", False, "int4", (32, 64, 128, 256), saved_config=_int4wo_of_torchao),
     Family("8da4w", _8da4w, "group", True, "int4", (32, 64, 128)),
     Family("fp8wo", _fp8wo, "row", False, "float8"),
     Family(
@@ -120,6 +128,10 @@ class Recipe:
     def config(self) -> Any:
         """The torchao config."""
         return self.family.config(self.group_size)
+
+    def saved_config(self) -> Any:
+        """The torchao config that a saved checkpoint names."""
+        return (self.family.saved_config or self.family.config)(self.group_size)
 
 
 RECIPES: dict[str, Recipe | None] = {"none": None} | {

@@ -47,6 +47,36 @@ def decide(shapes: Mapping[str, tuple[int, int]], recipes: RecipeMap, strict: bo
     return decisions
 
 
+def decide_stored(
+    shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, Recipe], asked: RecipeMap
+) -> tuple[RecipeMap, dict[str, Decision]]:
+    """What the files themselves decide, for a checkpoint with quantized linear modules, and the map that says so.
+
+    Raises UserError for a quantized module that is no linear one, and where `asked` wants something else.
+    """
+    for name in stored:
+        if name not in shapes:
+            raise UserError(
+                f"found {name} stored quantized, expected only linear layers to be, quantize the original again"
+            )
+    names = sorted({recipe.name for recipe in stored.values()})
+    if any(recipe is not None for _, recipe in asked.rules):
+        wanted = {name: decision.recipe for name, decision in decide(shapes, asked, strict=False).items()}
+        different = [name for name in shapes if wanted[name] != stored.get(name)]
+        if different:
+            is_now = recipe.name if (recipe := stored.get(different[0])) else "unquantized"
+            raise UserError(
+                f"found {different[0]} stored as {is_now}, expected what --torchao-config {asked.name} makes of it, "
+                f"leave --torchao-config out or give the original model"
+            )
+    decisions = {
+        name: Decision(stored[name], "as stored") if name in stored else Decision(None, "stored unquantized")
+        for name in shapes
+    }
+    rules = tuple((name, stored.get(name)) for name in shapes)
+    return RecipeMap(", ".join(names), rules, quantize_lm_head=HEAD in stored), decisions
+
+
 def _decide(name: str, shape: tuple[int, int], recipes: RecipeMap) -> Decision:
     recipe = recipes.recipe_for(name)
     if recipe is None:

@@ -1,0 +1,199 @@
+"""Which form a directory's model has: Hugging Face's, Meta's, a LoRA adapter's, or a folder of such per epoch.
+
+Owns the names that training programs give to folders, what to do where there are several, and what a base model
+lends. Which files of a form are its weights is weight_set.py's concern, what is in them that of each form's reader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpllama.checkpoint.adapter import AdaptedCheckpoint, AdapterFiles, base_model, find_adapter, open_adapter
+from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, read_tokenizer
+from tpllama.checkpoint.meta import MetaCheckpoint
+from tpllama.checkpoint.open import Checkpoint, StoredWeight, TensorInfo, open_checkpoint
+from tpllama.checkpoint.weight_set import WeightSet, find_weights
+from tpllama.config import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+# Folders of one training run, each a whole model: torchtune's, the Hugging Face trainer's, llama-stack's.
+_EPOCH = re.compile(r"(?P<run>epoch_|step_|checkpoint-|.+-sft-)(?P<number>\d+)")
+
+
+def open_directory(path: Path, weights: bool = True, base: str | None = None) -> Checkpoint:
+    """Opens the model in a directory; what it lacks comes from the model `base`.
+
+    Raises UserError where there is none, or more than one.
+    """
+    own = _open_own(path, weights, base)
+    if own is not None:
+        return own
+    original = path / "original"
+    if (original / "params.json").is_file() and (found := find_weights(original)):
+        return _meta(original, found if weights else None, base, [lambda: _fast_tokenizer(path)])
+    if epochs := _epochs(path):
+        return _newest(path, epochs, weights, base)
+    raise UserError(f"found no model in {path} ({_content(path)}), {_what_instead(path)}")
+
+
+def _open_own(path: Path, weights: bool, base: str | None) -> Checkpoint | None:
+    """The model that lies in `path` itself, None where there is none."""
+    if not weights:
+        return _open_config(path, base)
+    found, adapter = find_weights(path), find_adapter(path)
+    if found is None:
+        return _adapted(path, adapter, base) if adapter else None
+    notes = found.notes
+    if adapter is not None:
+        notes += (f"the adapter in {path} is not applied: the whole model beside it has it merged",)
+    if found.form == "meta":
+        return _meta(path, found, base, notes=notes)
+    lender = _lender(path, "config.json", base)
+    fields = lender.fields if lender and not (path / "config.json").is_file() else None
+    whole = HuggingFaceCheckpoint(path, found, fields)
+    return _Assembled(whole, lender, [whole.tokenizer], notes)
+
+
+def _open_config(path: Path, base: str | None) -> Checkpoint | None:
+    """The config and tokenizer alone, the base's where the directory has no config."""
+    if (path / "config.json").is_file():
+        return HuggingFaceCheckpoint(path)
+    if (path / "params.json").is_file():
+        return _meta(path, None, base)
+    return open_checkpoint(base, weights=False) if base else None
+
+
+def _meta(
+    path: Path, found: WeightSet | None, base: str | None, tokenizers: Sequence[_Tokenizer] = (),
+    notes: tuple[str, ...] = (),
+) -> Checkpoint:  # fmt: skip
+    lender = _lender(path, "params.json", base)
+    fields = lender.fields if lender and not (path / "params.json").is_file() else None
+    whole = MetaCheckpoint(path, found.files if found else (), fields)
+    own = [lambda: _fast_tokenizer(path), whole.tokenizer]
+    return _Assembled(whole, lender, [*tokenizers, *own], notes)
+
+
+def _fast_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """Hugging Face's tokenizer, of which Meta's directories have none but what is in tokenizer.model."""
+    return read_tokenizer(path) if (path / "tokenizer.json").is_file() else None
+
+
+def _lender(path: Path, config: str, base: str | None) -> Checkpoint | None:
+    """The base model, opened for its config and tokenizer."""
+    if base is not None:
+        return open_checkpoint(base, weights=False)
+    if (path / config).is_file():
+        return None
+    raise UserError(
+        f"found weights but no {config} in {path}, expected it beside them, give the model that was fine-tuned: "
+        f"--llama-model BASE"
+    )
+
+
+def _adapted(path: Path, adapter: AdapterFiles, base: str | None) -> Checkpoint:
+    name = base or base_model(adapter)
+    if name is None:
+        raise UserError(
+            f"found only a LoRA adapter in {path}, and no base_model_name_or_path in its config, expected the model "
+            f"that was fine-tuned, give it: --llama-model BASE"
+        )
+    try:
+        whole = open_checkpoint(name)
+    except UserError as error:
+        if base is not None:
+            raise
+        raise UserError(
+            f"found the adapter {path} of the base model {name!r}, which can't be opened ({error}), expected it here "
+            f"or on the hub, give it: --llama-model BASE"
+        ) from error
+    return _Assembled(AdaptedCheckpoint(whole, open_adapter(adapter)), whole, [lambda: read_tokenizer(path)])
+
+
+def _epochs(path: Path) -> list[Path]:
+    """Folders of one training run, the newest first. Raises UserError where there are those of several."""
+    named = [(match, folder) for folder in path.iterdir() if (match := _EPOCH.fullmatch(folder.name))]
+    named = [(match, folder) for match, folder in named if folder.is_dir()]
+    runs = sorted({match["run"] for match, _ in named})
+    if len(runs) > 1:
+        raise UserError(
+            f"found folders of several runs in {path} ({', '.join(f'{run}N' for run in runs)}), expected one, "
+            f"give the folder of the model you mean"
+        )
+    return [folder for _, folder in sorted(named, key=lambda each: int(each[0]["number"]), reverse=True)]
+
+
+def _newest(path: Path, epochs: list[Path], weights: bool, base: str | None) -> Checkpoint:
+    """The newest of `epochs` that is complete."""
+    skipped: list[str] = []
+    for epoch in epochs:
+        try:
+            checkpoint = _open_own(epoch, weights, base)
+        except UserError as error:
+            skipped.append(f"skipped {epoch.name}: {error}")
+            continue
+        if checkpoint is not None:
+            notes = (*skipped, f"of {len(epochs)} epochs in {path}, {epoch.name} is the newest complete one")
+            return _Assembled(checkpoint, None, [checkpoint.tokenizer], notes)
+        skipped.append(f"skipped {epoch.name}: no model in it ({_content(epoch)})")
+    raise UserError(
+        f"found {len(epochs)} epochs in {path} and no complete one ({'; '.join(skipped)}), expected one with config "
+        f"and weights, give a base model (--llama-model) if these lack theirs"
+    )
+
+
+def _content(path: Path) -> str:
+    """What a directory holds, for an error."""
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"it holds {', '.join(names[:8])}{more}" if names else "it is empty"
+
+
+def _what_instead(path: Path) -> str:
+    """What was looked for, and what to do about a directory without it."""
+    if files := sorted(path.glob("*.gguf")):
+        return f"expected Hugging Face's or Meta's form, pass the GGUF file itself: {files[0]}"
+    if (path / "config.json").is_file() or (path / "params.json").is_file():
+        return (
+            "expected weights beside the config: model.safetensors, pytorch_model.bin or their shards, "
+            "consolidated.NN.pth, or an adapter, download them"
+        )
+    return (
+        "expected config.json with model*.safetensors, params.json with consolidated.NN.pth (also in original/), "
+        "an adapter, or epoch_N/ with one of these, check the path"
+    )
+
+
+_Tokenizer = Callable[[], "PreTrainedTokenizerBase | None"]
+
+
+class _Assembled:
+    """A checkpoint with remarks, whose tokenizer is the first that is found, the lender's last."""
+
+    def __init__(
+        self, whole: Checkpoint, lender: Checkpoint | None, tokenizers: Sequence[_Tokenizer],
+        notes: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self._whole = whole
+        self._tokenizers = [*tokenizers, lender.tokenizer] if lender else tokenizers
+        self.path: Path = whole.path
+        self.files: tuple[Path, ...] = whole.files
+        self.base_path: Path | None = lender.path if lender else whole.base_path
+        self.notes: tuple[str, ...] = (*notes, *whole.notes)
+        self.fields: Mapping[str, Any] = whole.fields
+        self.tensors: Mapping[str, TensorInfo] = whole.tensors
+        self.quantized: Mapping[str, StoredWeight] = whole.quantized
+        lent = lender.eos_token_ids if lender else ()
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*whole.eos_token_ids, *lent)))
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        return self._whole.read(name, index)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return next((found for tokenizer in self._tokenizers if (found := tokenizer()) is not None), None)
