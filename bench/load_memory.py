@@ -1,6 +1,6 @@
 """Peak memory of each rank while it loads: its packed share and about one decoder layer, never the whole model.
 
-    python bench/load_memory.py [--shape 1b] [--tp 1 2] [--torchao-config int8wo] [--result-filename F]
+    python bench/load_memory.py [--shape 1b] [--tp 1 2] [--torchao-config int8wo] [--quantize] [--result-filename F]
 
 Writes a checkpoint of random bfloat16 weights into a temporary folder, has ranks load it, and samples their
 resident anonymous memory (RssAnon: what the process itself took, without pages of mapped files) every few
@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,20 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--torchao-config", default="int8wo")
     parser.add_argument("--quantize-lm-head", action="store_true")
+    parser.add_argument("--quantize", action="store_true", help="measure tpllama quantize instead of loading")
     parser.add_argument("--result-filename")
     arguments = parser.parse_args()
     missed = False
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), SHAPES[arguments.shape])
-        for tp in arguments.tp:
+        if arguments.quantize:
+            taken = measure_quantize(Path(folder), arguments)
+            peak, baseline, written = (taken[name] / 1e6 for name in ("peak", "baseline", "written"))
+            print(f"tpllama quantize, {arguments.shape}, {arguments.torchao_config}: peak {peak:.0f} MB = baseline "
+                  f"{baseline:.0f} + {peak - baseline:.0f}; {taken['seconds']:.1f} s for {written:.0f} MB")  # fmt: skip
+            if arguments.result_filename:
+                append(Path(arguments.result_filename), {"bench": "quantize_memory", **facts(arguments), **taken})
+        for tp in arguments.tp if not arguments.quantize else []:
             print(
                 f"{arguments.shape}, {arguments.torchao_config}, {tp} ranks (baseline: RssAnon before the first weight)"
             )
@@ -150,6 +159,55 @@ def measure(engine: dict[str, Any]) -> list[Measured]:
                 process.wait()
 
 
+def measure_quantize(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Quantizes in a process of its own; its memory in bytes, before the first weight and at the most."""
+    engine = {"model": str(folder), "torchao_config": arguments.torchao_config, "device": "cpu"}
+    engine["quantize_lm_head"] = arguments.quantize_lm_head
+    command = [sys.executable, __file__, "--as-quantize", json.dumps(engine), str(folder / "quantized")]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert lines(process)[0] == "ready"
+            sampler = Sampler(process.pid)
+            say(process, "quantize")
+            _, seconds = lines(process)
+            sampler.stop()
+        finally:
+            process.kill()
+    written = sum(file.stat().st_size for file in (folder / "quantized").iterdir())
+    return {"baseline": sampler.baseline, "peak": sampler.peak, "seconds": round(float(seconds), 2), "written": written}
+
+
+def as_quantize(engine_json: str, out: str) -> None:
+    """`tpllama quantize`, stopped before the first weight until it is told to go on."""
+    from tpllama.checkpoint.open import open_for
+    from tpllama.config import EngineConfig
+    from tpllama.export import export
+    from tpllama.start import draw_blueprint
+
+    engine = EngineConfig(**json.loads(engine_json))
+    checkpoint = open_for(engine)
+    blueprint = draw_blueprint(engine, checkpoint)
+    import_all(engine)
+    tell("ready")
+    sys.stdin.readline()
+    started = time.perf_counter()
+    export(blueprint, checkpoint, Path(out))
+    tell("quantized", time.perf_counter() - started)
+    sys.stdin.readline()
+
+
+def import_all(engine: Any) -> None:
+    """What torchao imports and starts on first use isn't the weights'."""
+    import torch
+    from torchao.quantization import quantize_
+
+    from tpllama.quantization.recipes import RECIPES
+
+    if recipe := RECIPES.get(engine.torchao_config):
+        quantize_(torch.nn.Linear(256, 16, dtype=torch.bfloat16), recipe.config())
+
+
 def finish(process: subprocess.Popen[str], sampler: Sampler) -> Measured:
     loaded = lines(process)
     sampler.stop()
@@ -202,14 +260,12 @@ def rss_anon(pid: int) -> int:
 def as_rank(engine_json: str, port: int, fd: int, rank: int) -> None:
     """One rank: everything up to the weights, then the weights, as start_rank does."""
     import torch
-    from torchao.quantization import quantize_
 
     from tpllama.build import build, weight_bytes
     from tpllama.checkpoint.open import open_checkpoint
     from tpllama.config import EngineConfig
     from tpllama.parallel.mesh import join
     from tpllama.parallel.place import Place, threads_per_rank
-    from tpllama.quantization.recipes import RECIPES
     from tpllama.start import draw_blueprint
 
     engine = EngineConfig(**json.loads(engine_json))
@@ -217,8 +273,7 @@ def as_rank(engine_json: str, port: int, fd: int, rank: int) -> None:
     torch.set_num_threads(threads_per_rank(size, os.environ))
     checkpoint = open_checkpoint(engine.model)
     blueprint = draw_blueprint(engine, checkpoint)
-    if recipe := RECIPES.get(engine.torchao_config):
-        quantize_(torch.nn.Linear(256, 16, dtype=torch.bfloat16), recipe.config())  # imports, threads
+    import_all(engine)
     place = Place(rank, size, rank, size, port)
     mesh, ranks = join(place, "cpu", socket.socket(fileno=fd) if rank == 0 and size > 1 else None)
     tell("ready")
@@ -243,22 +298,24 @@ def tell(*words: object) -> None:
 
 
 def record(path: Path, arguments: argparse.Namespace, tp: int, ranks: list[Measured]) -> None:
-    import safetensors
-    import torch
-    import torchao
+    measured = [{**vars(rank), "seconds": round(rank.seconds, 2), "bound": rank.bound} for rank in ranks]
+    append(path, {"bench": "load_memory", **facts(arguments), "tp": tp, "ranks": measured})
 
-    line = {
-        "bench": "load_memory", "date": date.today().isoformat(), "shape": arguments.shape, "tp": tp,
-        "torchao_config": arguments.torchao_config, "quantize_lm_head": arguments.quantize_lm_head,
-        "ranks": [{**vars(rank), "seconds": round(rank.seconds, 2), "bound": rank.bound} for rank in ranks],
-        "cpu": cpu_model(),
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "torchao": torchao.__version__,
-            "safetensors": safetensors.__version__,
-        },
+
+def facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "date": date.today().isoformat(), "shape": arguments.shape, "torchao_config": arguments.torchao_config,
+        "quantize_lm_head": arguments.quantize_lm_head, "cpu": cpu_model(), "versions": versions(),
     }  # fmt: skip
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "torchao", "safetensors")}
 
 
 def cpu_model() -> str:
@@ -270,5 +327,7 @@ def cpu_model() -> str:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-rank"]:
         as_rank(sys.argv[2], *map(int, sys.argv[3:]))
+    elif sys.argv[1:2] == ["--as-quantize"]:
+        as_quantize(*sys.argv[2:])
     else:
         main()

@@ -189,12 +189,12 @@ def test_a_complete_checkpoint_fits() -> None:
         (
             {"model.layers.2.input_layernorm.weight": (8,)},
             "found tensor model.layers.2.input_layernorm.weight in the checkpoint, which this Llama doesn't have, "
-            "check the config",
+            "expected only its own, check the config",
         ),
         (
             {"model.layers.0.self_attn.q_norm.weight": (8,), "extra": (1,)},
             "found tensor model.layers.0.self_attn.q_norm.weight and 1 more in the checkpoint, which this Llama "
-            "doesn't have, check the config",
+            "doesn't have, expected only its own, check the config",
         ),
         (
             {NORM: (9,)},

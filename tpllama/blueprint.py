@@ -222,7 +222,8 @@ def check_tensors(
         raise UserError(f"found no tensor {_some(missing)} in the checkpoint{hint}, expected {len(expected)}, {remedy}")
     if extra:
         raise UserError(
-            f"found tensor {_some(extra)} in the checkpoint, which this Llama doesn't have, check the config"
+            f"found tensor {_some(extra)} in the checkpoint, which this Llama doesn't have, expected only its "
+            f"own, check the config"
         )
     for name, shape in expected.items():
         if found[name].shape != shape:

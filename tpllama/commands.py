@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,8 @@ def quantize(arguments: argparse.Namespace) -> None:
         note(line)
     blueprint = draw_blueprint(dataclasses.replace(engine, tp=degree), checkpoint)
     _say_quantized(blueprint)
+    # As an interrupt does, so that the unfinished folder is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out = Path(arguments.out)
     export(blueprint, checkpoint, out, progress_bar("quantizing"))
     note(f"wrote {out}, {human_bytes(sum(file.stat().st_size for file in out.iterdir()))}")

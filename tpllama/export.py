@@ -22,7 +22,9 @@ from tpllama.blueprint import EMBEDDING, Blueprint
 from tpllama.build import Progress
 from tpllama.checkpoint.manifest import identity, write_manifest
 from tpllama.checkpoint.open import Checkpoint, overridden
-from tpllama.checkpoint.save import Entry, TensorFile, check_can_create, new_directory
+from tpllama.checkpoint.paths import check_inside
+from tpllama.checkpoint.save import Entry, TensorFile, new_directory
+from tpllama.checkpoint.weight_set import read_json
 from tpllama.config import UserError
 from tpllama.quantization.neutral import blank, description, layout_of, parts_of
 from tpllama.quantization.quantize import quantize
@@ -64,17 +66,20 @@ def export(blueprint: Blueprint, checkpoint: Checkpoint, out: Path, progress: Pr
         raise UserError(
             f"found {checkpoint.path} quantized already, expected an original, give the one it was made from"
         )
+    if blueprint.engine.load_format == "dummy":
+        raise UserError("found --load-format dummy, expected weights to quantize, leave it out")
     weights = list(_weights(blueprint))
     if not any(weight.recipe for weight in weights):
         raise UserError("found torchao config none, expected a recipe to quantize to, give --torchao-config")
-    check_can_create(out, sum(entry.num_bytes for weight in weights for entry in weight.entries().values()))
     metadata = {weight.name: description(weight.like) for weight in weights}
     # Each shard says it all: transformers joins the metadata of all, where the list of names of one replaces another's.
     metadata |= {"format": "pt", "tensor_names": json.dumps(list(metadata))}
     shards = list(_shards(weights))
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     names = ["model.safetensors"] if len(shards) == 1 else names
-    with new_directory(out) as folder:
+    num_bytes = sum(entry.num_bytes for weight in weights for entry in weight.entries().values())
+    with new_directory(out, num_bytes) as folder:
+        _write_small_files(blueprint, checkpoint, folder)  # first: what can't be read is an error before hours of work
         reader = BlockReader(checkpoint, blueprint.dtype, torch.device("cpu"), blueprint.engine.strict)
         blocks = read_ahead(reader.read, [job for weight in weights for job in _jobs(reader, weight)])
         done = iter(progress(weights))
@@ -90,7 +95,6 @@ def export(blueprint: Blueprint, checkpoint: Checkpoint, out: Path, progress: Pr
             )
         if len(shards) > 1:
             _write_index(folder / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
-        _write_small_files(blueprint, checkpoint, folder)
         write_manifest(folder, _facts(blueprint, checkpoint, weights), [folder / name for name in names])
         # The config makes it a checkpoint, so it comes last.
         _write_json(folder / "config.json", _config(blueprint, checkpoint, weights))
@@ -162,8 +166,9 @@ def _write_small_files(blueprint: Blueprint, checkpoint: Checkpoint, folder: Pat
     tokenizer = checkpoint.tokenizer()
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    path = checkpoint.path / "generation_config.json"
-    generation = json.loads(path.read_bytes()) if path.is_file() else {}
+    folders = (checkpoint.path, *([checkpoint.base_path] if checkpoint.base_path else []))
+    path = next((path for each in folders if (path := each / "generation_config.json").is_file()), None)
+    generation = read_json(check_inside(path)) if path else {}
     eos = checkpoint.eos_token_ids or blueprint.config.eos_token_ids
     _write_json(folder / "generation_config.json", generation | ({"eos_token_id": list(eos)} if eos else {}))
 

@@ -16,11 +16,11 @@ from tpllama.checkpoint.open import Checkpoint
 # A tensor's name and a slice for each of its dimensions.
 Job = tuple[str, tuple[slice, ...]]
 
-# Rows are read and quantized in blocks of about so many elements: conversions take several times their bytes.
-# On the CPU they stay in its caches; a GPU wants fewer and larger steps.
-_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-# Freed memory goes back to the system each time so many elements have been read.
-_GIVE_BACK_ELEMENTS = 1 << 23
+# Rows are read and quantized in blocks of about so many elements. On the CPU conversions, several times their size,
+# stay in its caches (1 << 21 is as quick, and leaves larger holes in the heap); a GPU wants fewer and larger steps.
+_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+# Freed memory goes back to the system each time so many elements have been read: it costs page faults.
+_GIVE_BACK_ELEMENTS = 1 << 27
 
 
 class BlockReader:
@@ -34,14 +34,15 @@ class BlockReader:
         self._dtype = dtype
         self._device = device
         self._is_strict = is_strict
+        self._parts = {part for weight in checkpoint.quantized.values() for part in weight.parts.values()}
         self.bad: str | None = None
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """One slice. Whole numbers, the parts of quantized weights, stay in their own dtype."""
+        """One slice. The parts of quantized weights stay in their own dtype."""
         tensor = self._checkpoint.read(name, index)
-        is_plain = tensor.is_floating_point() and tensor.element_size() > 1
-        tensor = tensor.to(self._device, self._dtype if is_plain else None)
-        if self._is_strict and self.bad is None and is_plain and not bool(tensor.isfinite().all()):
+        tensor = tensor.to(self._device, None if name in self._parts else self._dtype)
+        is_checked = self._is_strict and self.bad is None and tensor.is_floating_point() and tensor.element_size() > 1
+        if is_checked and not bool(tensor.isfinite().all()):
             self.bad = name
         return tensor
 
@@ -92,7 +93,7 @@ def concatenated(blocks: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 
 def give_back_memory() -> None:
-    """Gives memory freed by conversions back to the system; glibc would keep it in pieces that the next don't fit."""
+    """Gives freed memory of the heap back to the system: glibc's would grow, as temporaries don't fit old holes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -212,6 +212,8 @@ def test_sentencepiece_goes_through_transformers(write_gguf: Any, tiny_metadata:
     assert tokenizer is not None
     assert tokenizer.convert_ids_to_tokens(tokenizer("ab").input_ids) == ["<s>", "\u2581ab"]
     assert tokenizer.decode(tokenizer("ab").input_ids, skip_special_tokens=True) == "ab"
+    # SentencePiece puts its space before a text that has one already, too.
+    assert tokenizer.convert_ids_to_tokens(tokenizer(" ab").input_ids) == ["<s>", "\u2581", "\u2581ab"]
 
 
 @pytest.mark.parametrize("fields", [{"bos_token_id": 10**6}, {"merges": ["a zzz"]}, {"model": "rwkv"}])

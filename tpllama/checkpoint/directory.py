@@ -15,6 +15,7 @@ from tpllama.checkpoint.adapter import AdaptedCheckpoint, AdapterFiles, base_mod
 from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, read_tokenizer
 from tpllama.checkpoint.meta import MetaCheckpoint
 from tpllama.checkpoint.open import Checkpoint, StoredWeight, TensorInfo, open_checkpoint
+from tpllama.checkpoint.paths import check_inside
 from tpllama.checkpoint.weight_set import WeightSet, find_weights
 from tpllama.config import UserError
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Folders of one training run, each a whole model: torchtune's, the Hugging Face trainer's, llama-stack's.
 _EPOCH = re.compile(r"(?P<run>epoch_|step_|checkpoint-|.+-sft-)(?P<number>\d+)")
+# Of the files that are no weights: configs, tokenizers, indexes, templates.
+_SMALL_FILES = (".json", ".jinja", ".txt", ".model")
 
 
 def open_directory(path: Path, weights: bool = True, base: str | None = None) -> Checkpoint:
@@ -31,42 +34,74 @@ def open_directory(path: Path, weights: bool = True, base: str | None = None) ->
 
     Raises UserError where there is none, or more than one.
     """
-    own = _open_own(path, weights, base)
-    if own is not None:
-        return own
-    original = path / "original"
-    if (original / "params.json").is_file() and (found := find_weights(original)):
-        return _meta(original, found if weights else None, base, [lambda: _fast_tokenizer(path)])
-    if epochs := _epochs(path):
-        return _newest(path, epochs, weights, base)
-    raise UserError(f"found no model in {path} ({_content(path)}), {_what_instead(path)}")
+    try:
+        for form in (_open_own, _open_original, _open_newest):
+            if (found := form(path, weights, base)) is not None:
+                return found
+        if base is not None and not weights:
+            return open_checkpoint(base, weights=False)
+        raise UserError(f"found no model in {path} ({_content(path)}), {_what_instead(path)}")
+    except OSError as error:
+        raise UserError(
+            f"found {error.filename or path} unreadable ({error.strerror}), expected the files of a model, check its "
+            f"permissions"
+        ) from error
 
 
 def _open_own(path: Path, weights: bool, base: str | None) -> Checkpoint | None:
     """The model that lies in `path` itself, None where there is none."""
+    _check_links(path)
     if not weights:
         return _open_config(path, base)
     found, adapter = find_weights(path), find_adapter(path)
+    if adapter is not None and adapter.weights.parent != path:
+        check_inside(adapter.weights.parent)
     if found is None:
-        return _adapted(path, adapter, base) if adapter else None
+        return _adapted(path, adapter, True, base) if adapter else None
     notes = found.notes
     if adapter is not None:
         notes += (f"the adapter in {path} is not applied: the whole model beside it has it merged",)
     if found.form == "meta":
         return _meta(path, found, base, notes=notes)
+    return _huggingface(path, found, base, notes)
+
+
+def _open_config(path: Path, base: str | None) -> Checkpoint | None:
+    """The config and tokenizer alone."""
+    if (path / "config.json").is_file():
+        return _huggingface(path, None, base)
+    if (path / "params.json").is_file():
+        return _meta(path, None, base)
+    adapter = find_adapter(path)
+    return _adapted(path, adapter, False, base) if adapter else None
+
+
+def _open_original(path: Path, weights: bool, base: str | None) -> Checkpoint | None:
+    """Meta's form as the hub has it, in a subfolder of Hugging Face's form."""
+    original = path / "original"
+    if not (original / "params.json").is_file():
+        return None
+    _check_links(check_inside(original))
+    # Fine-tuning outputs have an `original` without weights, the config in which is not theirs where a base is given.
+    must_hold = weights or base is not None
+    found = find_weights(original) if must_hold else None
+    if must_hold and found is None:
+        return None
+    return _meta(original, found if weights else None, base, [lambda: _fast_tokenizer(path)])
+
+
+def _check_links(path: Path) -> None:
+    """Raises UserError for a small file that is a link out of the directory, whoever reads it later."""
+    for entry in path.iterdir():
+        if entry.suffix in _SMALL_FILES and entry.is_symlink():
+            check_inside(entry)
+
+
+def _huggingface(path: Path, found: WeightSet | None, base: str | None, notes: tuple[str, ...] = ()) -> Checkpoint:
     lender = _lender(path, "config.json", base)
     fields = lender.fields if lender and not (path / "config.json").is_file() else None
     whole = HuggingFaceCheckpoint(path, found, fields)
     return _Assembled(whole, lender, [whole.tokenizer], notes)
-
-
-def _open_config(path: Path, base: str | None) -> Checkpoint | None:
-    """The config and tokenizer alone, the base's where the directory has no config."""
-    if (path / "config.json").is_file():
-        return HuggingFaceCheckpoint(path)
-    if (path / "params.json").is_file():
-        return _meta(path, None, base)
-    return open_checkpoint(base, weights=False) if base else None
 
 
 def _meta(
@@ -97,15 +132,27 @@ def _lender(path: Path, config: str, base: str | None) -> Checkpoint | None:
     )
 
 
-def _adapted(path: Path, adapter: AdapterFiles, base: str | None) -> Checkpoint:
+def _adapted(path: Path, adapter: AdapterFiles, weights: bool, base: str | None) -> Checkpoint:
+    whole = _base_of(path, adapter, weights, base)
+    merged = AdaptedCheckpoint(whole, open_adapter(adapter)) if weights else whole
+    return _Assembled(merged, whole, [lambda: read_tokenizer(path)])
+
+
+def _base_of(path: Path, adapter: AdapterFiles, weights: bool, base: str | None) -> Checkpoint:
+    """The adapter's base model."""
     name = base or base_model(adapter)
     if name is None:
         raise UserError(
             f"found only a LoRA adapter in {path}, and no base_model_name_or_path in its config, expected the model "
             f"that was fine-tuned, give it: --llama-model BASE"
         )
+    if base is None and Path(name).is_dir() and not _is_whole(Path(name), weights):
+        raise UserError(
+            f"found the adapter {path} of the base model {name!r}, which is no whole model, expected one, give it: "
+            f"--llama-model BASE"
+        )
     try:
-        whole = open_checkpoint(name)
+        return open_checkpoint(name, weights)
     except UserError as error:
         if base is not None:
             raise
@@ -113,7 +160,14 @@ def _adapted(path: Path, adapter: AdapterFiles, base: str | None) -> Checkpoint:
             f"found the adapter {path} of the base model {name!r}, which can't be opened ({error}), expected it here "
             f"or on the hub, give it: --llama-model BASE"
         ) from error
-    return _Assembled(AdaptedCheckpoint(whole, open_adapter(adapter)), whole, [lambda: read_tokenizer(path)])
+
+
+def _is_whole(path: Path, weights: bool) -> bool:
+    """Whether a directory has weights (or a config) of its own: an adapter's base can't lead on to another base."""
+    folders = (path, path / "original")
+    if weights:
+        return any(find_weights(folder) for folder in folders)
+    return any((folder / name).is_file() for folder in folders for name in ("config.json", "params.json"))
 
 
 def _epochs(path: Path) -> list[Path]:
@@ -129,13 +183,15 @@ def _epochs(path: Path) -> list[Path]:
     return [folder for _, folder in sorted(named, key=lambda each: int(each[0]["number"]), reverse=True)]
 
 
-def _newest(path: Path, epochs: list[Path], weights: bool, base: str | None) -> Checkpoint:
-    """The newest of `epochs` that is complete."""
-    skipped: list[str] = []
+def _open_newest(path: Path, weights: bool, base: str | None) -> Checkpoint | None:
+    """The newest epoch that is complete. Raises UserError where there are epochs and none is."""
+    epochs, skipped = _epochs(path), list[str]()
+    if not epochs:
+        return None
     for epoch in epochs:
         try:
-            checkpoint = _open_own(epoch, weights, base)
-        except UserError as error:
+            checkpoint = _open_own(check_inside(epoch), weights, base)
+        except (UserError, OSError) as error:
             skipped.append(f"skipped {epoch.name}: {error}")
             continue
         if checkpoint is not None:
@@ -151,6 +207,7 @@ def _newest(path: Path, epochs: list[Path], weights: bool, base: str | None) -> 
 def _content(path: Path) -> str:
     """What a directory holds, for an error."""
     names = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
+    names = [name if name.isprintable() else repr(name) for name in names]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"it holds {', '.join(names[:8])}{more}" if names else "it is empty"
 

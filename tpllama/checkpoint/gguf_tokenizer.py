@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpllama.checkpoint.gguf_reader import MappedReader
 from tpllama.checkpoint.open import first_line
+from tpllama.checkpoint.tokenizer_parts import begin_with, llama3_words, space_in_front
 from tpllama.config import UserError
 
 if TYPE_CHECKING:
@@ -18,11 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTROL, _USER_DEFINED = 3, 4
-# Llama 3's published pattern for cutting a text into words.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _PRE_TOKENIZERS = ("smollm", *_LLAMA3_NAMES, "gpt-2", "default")
@@ -42,6 +38,9 @@ def build_tokenizer(reader: MappedReader, path: Path) -> PreTrainedTokenizerBase
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and reader.value("tokenizer.ggml.add_space_prefix") in (None, True):
+            space_in_front(backend)
     except UserError:
         raise
     except Exception as error:  # The tokenizers library raises plain Exception for an inconsistent vocabulary.
@@ -77,7 +76,7 @@ def _byte_level(reader: MappedReader, pre: str) -> PreTrainedTokenizerBase:
     backend.add_special_tokens(control)
     backend.add_tokens(user_defined)
     if _adds_bos(reader, pre) and ids["bos_token"] is not None:
-        _prepend(backend, special["bos_token"], int(ids["bos_token"]))
+        begin_with(backend, special["bos_token"], int(ids["bos_token"]))
     named: dict[str, Any] = dict(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -101,14 +100,13 @@ def _backend(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
 
 
 def _pre_tokenizer(pre: str) -> PreTokenizer:
-    from tokenizers import Regex, pre_tokenizers
+    from tokenizers import pre_tokenizers
 
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     if pre in _LLAMA3_NAMES:
-        split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return llama3_words()
     return words
 
 
@@ -116,11 +114,3 @@ def _adds_bos(reader: MappedReader, pre: str) -> bool:
     stated = reader.value("tokenizer.ggml.add_bos_token")
     # Converters leave the flag out for Llama 3, which always begins with one.
     return pre in _LLAMA3_NAMES if stated is None else bool(stated)
-
-
-def _prepend(backend: Tokenizer, bos: str, bos_id: int) -> None:
-    from tokenizers import processors
-
-    backend.post_processor = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
-    )

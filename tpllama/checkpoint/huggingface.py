@@ -47,7 +47,7 @@ class HuggingFaceCheckpoint:
         self._files: dict[str, WeightFile] = {}
         self.quantized: Mapping[str, StoredWeight] = {}
         if weights is not None:
-            check_manifest(path)
+            check_manifest(path, weights.files)
             is_quantized = bool(self.fields.get("quantization_config"))
             files = [open_weight_file(file, floats_only=not is_quantized) for file in weights.files]
             self._files = _by_tensor(files, weights.weight_map)
@@ -145,7 +145,14 @@ def _by_tensor(files: list[WeightFile], weight_map: Mapping[str, Path] | None) -
 
 def _quantized(files: list[WeightFile], by_tensor: Mapping[str, WeightFile]) -> dict[str, StoredWeight]:
     """Weights of several tensors. Raises UserError where one is missing, and for whole numbers that belong to none."""
-    stored = {name: weight for file in files for name, weight in file.stored.items()}
+    stored: dict[str, StoredWeight] = {}
+    for file in files:
+        for name, weight in file.stored.items():
+            if stored.setdefault(name, weight) != weight or name in by_tensor:
+                raise UserError(
+                    f"found {name} described in two ways, once by {file.path.name}, expected it stored once, download "
+                    f"the checkpoint again"
+                )
     for name, weight in stored.items():
         if missing := [part for part in weight.parts.values() if part not in by_tensor]:
             raise UserError(

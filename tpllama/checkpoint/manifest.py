@@ -40,8 +40,11 @@ def identity(file: Path) -> dict[str, Any]:
     return entry
 
 
-def check_manifest(folder: Path) -> None:
-    """Raises UserError where a file isn't the one that the folder's manifest describes. No manifest, no check."""
+def check_manifest(folder: Path, read: Iterable[Path]) -> None:
+    """Raises UserError where a file isn't the one that the folder's manifest describes. No manifest, no check.
+
+    read: the weight files that will be read, each of which the manifest has to name.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return
@@ -53,6 +56,12 @@ def check_manifest(folder: Path) -> None:
     files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise UserError(f"found {path} without its list of files, expected one, quantize the model again")
+    unnamed = [file.name for file in read if file.name not in files]
+    if unnamed:
+        raise UserError(
+            f"found {unnamed[0]}, which {path} doesn't name, expected the files that were written with it, remove "
+            f"what doesn't belong there"
+        )
     for name, entry in files.items():
         file = file_named_in(path, name)
         size = file.stat().st_size
@@ -63,7 +72,10 @@ def check_manifest(folder: Path) -> None:
             )
         stated = entry.get("header_sha256")
         if stated != (_header_sha256(file) if file.suffix == ".safetensors" else None):
-            raise UserError(f"found {file} with another header than {MANIFEST} states, copy or quantize it again")
+            raise UserError(
+                f"found {file} with another header than was written, expected the one that {MANIFEST} states, copy or "
+                f"quantize it again"
+            )
 
 
 def _header_sha256(file: Path) -> str:

@@ -6,13 +6,19 @@ from pathlib import Path, PurePosixPath
 
 from tpllama.config import UserError
 
+# Of a file on all usual file systems.
+_LONGEST_NAME = 256
+
 
 def check_inside(path: Path) -> Path:
     """`path`, which must lie in its own directory once links are followed, or be the hub cache's link to its blobs.
 
     Raises UserError otherwise: a checkpoint from elsewhere must not make a server read other files.
     """
-    directory, target = path.parent.resolve(), path.resolve()
+    try:
+        directory, target = path.parent.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle.
+        raise UserError(f"found {path}, which leads nowhere, expected a file, copy it there") from error
     if target.parent == directory or target.is_relative_to(directory) or _is_hub_blob(directory, target):
         return path
     raise UserError(
@@ -39,10 +45,20 @@ def file_named_in(index: Path, name: str) -> Path:
     Raises UserError for a missing file, and for a name that leads elsewhere.
     """
     relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts or "\\" in name or "\0" in name or not relative.parts:
-        raise UserError(f"found the path {name!r} in {index}, expected a file inside the directory, correct it")
+    if (
+        relative.is_absolute()
+        or ".." in relative.parts
+        or "\\" in name
+        or not name.isprintable()
+        or not 0 < len(name) < _LONGEST_NAME
+    ):
+        raise UserError(f"found the path {name[:80]!r} in {index}, expected a file inside the directory, correct it")
     path = index.parent / relative
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError:  # a name that no file can have
+        is_there = False
+    if not is_there:
         raise UserError(f"found no file {path}, expected it by {index.name}, download the missing shard")
     if not path.parent.resolve().is_relative_to(index.parent.resolve()):
         raise UserError(f"found the path {name!r} in {index} leading to {path.resolve()}, expected one inside, copy it")

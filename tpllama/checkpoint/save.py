@@ -6,6 +6,7 @@ known, and values follow in any order, a few rows at a time (https://github.com/
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -58,11 +59,11 @@ class TensorFile:
             header[name] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": data_offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        self._start = 8 + len(text)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._start = len(self._header)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             os.posix_fallocate(self._file, 0, self._start + end)  # a full disk is an error now, not later
-            self._put(len(text).to_bytes(8, "little") + text, 0)
         except BaseException:
             os.close(self._file)
             raise
@@ -71,6 +72,8 @@ class TensorFile:
         """Writes `values` into tensor `name`, from `start` on along `dim`; all of it in the other dimensions."""
         entry = self._entries[name]
         assert values.dtype == entry.dtype, f"{name} is {values.dtype}"
+        if not values.numel():
+            return
         raw = values.detach().contiguous().cpu()
         # Runs of values that lie together in the file: one, unless `dim` is an inner dimension.
         runs = raw.reshape(math.prod(entry.shape[:dim]), -1).view(torch.uint8).numpy()
@@ -94,45 +97,82 @@ class TensorFile:
             if error_type is None:
                 missing = [name for name, count in self._missing.items() if count]
                 assert not missing, f"{missing[0]} was not written as a whole"
+                self._put(self._header, 0)  # last: a file that breaks off has none, and nobody reads it
                 os.fsync(self._file)
         finally:
             os.close(self._file)
 
 
-def check_can_create(out: Path, num_bytes: int) -> None:
-    """Raises UserError where a new directory `out` of `num_bytes` can't be made, before anything is written."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"found {out} there already, expected a new or empty directory, give another or remove it")
-    parent = next(each for each in out.absolute().parents if each.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"found that {parent} can't be written, expected a writable directory, choose another for OUT")
-    free = shutil.disk_usage(parent).free
-    if free < num_bytes:
-        raise UserError(
-            f"found {free} bytes free in {parent}, expected {num_bytes} for the checkpoint, make room or choose "
-            f"another place for OUT"
-        )
-
-
 @contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` when the body ends well, and is removed when it doesn't.
+def new_directory(out: Path, num_bytes: int) -> Iterator[Path]:
+    """A folder to write `num_bytes` into, which becomes `out` when the body ends well, and is removed when it doesn't.
 
     A killed process leaves the folder `.OUT.*.incomplete`, which has no config until the last and is no checkpoint.
+    Raises UserError where `out` can't be made, before anything is written, and where another process was quicker.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".incomplete", dir=out.parent))
+    target = _checked(out, num_bytes)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".incomplete", dir=target.parent))
+    except OSError as error:
+        raise _no_place(out, error) from error
     try:
         folder.chmod(0o777 & ~_umask())
         yield folder
         for file in folder.iterdir():
             _sync(file)
         _sync(folder)
-        os.rename(folder, out)
-        _sync(out.parent)
-    except BaseException:
+        _rename(folder, target)
+        _sync(target.parent)
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(
+                f"found that {out} can't be written ({error}), expected a writable disk with room for {num_bytes} "
+                f"bytes, make room or choose another place for OUT"
+            ) from error
         raise
+
+
+def _checked(out: Path, num_bytes: int) -> Path:
+    """`out` without links. Raises UserError where no new directory of `num_bytes` can be made there."""
+    try:
+        target = out.resolve()
+        is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+        parent = next((each for each in target.parents if each.exists()), target)
+        is_writable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
+        free = shutil.disk_usage(parent).free
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle
+        raise _no_place(out, error) from error
+    if is_taken:
+        raise UserError(f"found {out} there already, expected a new or empty directory, give another or remove it")
+    if os.path.ismount(target):
+        raise UserError(f"found {out} to be a mount point, expected a directory to replace, give one below it")
+    if not is_writable:
+        raise UserError(f"found that {parent} can't be written, expected a writable directory, choose another for OUT")
+    if free < num_bytes:
+        raise UserError(
+            f"found {free} bytes free in {parent}, expected {num_bytes} for the checkpoint, make room or choose "
+            f"another place for OUT"
+        )
+    return target
+
+
+def _no_place(out: Path, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return UserError(f"found that {str(out)[:200]} can't be made ({reason}), expected a new directory, choose another")
+
+
+def _rename(folder: Path, target: Path) -> None:
+    """An empty directory gives way, anything else stays."""
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise UserError(
+            f"found {target} written by another process meanwhile, expected it to be new, use it or give another OUT"
+        ) from error
 
 
 def _umask() -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpllama.checkpoint.open import first_line
+from tpllama.checkpoint.tokenizer_parts import begin_with, llama3_words, space_in_front
 from tpllama.config import UserError
 
 if TYPE_CHECKING:
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-# Llama 3's published pattern for cutting a text into words.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # Special tokens that have a role, by their place after the ordinary ones. The others are reserved.
 _ROLES = {
     0: "<|begin_of_text|>",
@@ -112,7 +108,6 @@ def build_tokenizer(file: Path, instruct: bool) -> PreTrainedTokenizerBase:
 
 
 def _llama3(file: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
-    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     ranks = _ranks(file)
@@ -123,9 +118,7 @@ def _llama3(file: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
     backend = _byte_level(ranks, file)
     backend.add_special_tokens(special)
     bos, bos_id = special[0], len(ranks)
-    backend.post_processor = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
-    )
+    begin_with(backend, bos, bos_id)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=bos,
@@ -138,7 +131,7 @@ def _llama3(file: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
 
 
 def _byte_level(ranks: dict[bytes, int], file: Path) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
     from transformers.convert_slow_tokenizer import bytes_to_unicode
     from transformers.tokenization_utils_base import generate_merges
 
@@ -149,9 +142,7 @@ def _byte_level(ranks: dict[bytes, int], file: Path) -> Tokenizer:
         raise UserError(f"found no token for byte {missing[0]} in {file}, expected one for each, download it again")
     # tiktoken joins any two neighbours that are a token together, lowest rank first, and looks whole words up before.
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=generate_merges(vocabulary), ignore_merges=True))
-    words = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-    to_characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, to_characters])
+    backend.pre_tokenizer = llama3_words()
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -184,7 +175,7 @@ def _lines(file: Path) -> list[bytes]:
 
 
 def _llama2(file: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
-    from tokenizers import models, normalizers
+    from tokenizers import models
     from transformers import LlamaTokenizer
     from transformers.convert_slow_tokenizer import SentencePieceExtractor
 
@@ -199,11 +190,7 @@ def _llama2(file: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # The tokenizers library raises plain Exception for an inconsistent vocabulary.
         raise _damaged(file, first_line(error)) from error
-    # LlamaTokenizer puts a space before a text unless there is one; SentencePiece, which Meta calls for each message,
-    # always does.
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    space_in_front(tokenizer.backend_tokenizer)
     return tokenizer
 
 

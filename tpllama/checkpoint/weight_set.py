@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpllama.checkpoint import names
-from tpllama.checkpoint.paths import file_named_in
+from tpllama.checkpoint.paths import check_inside, file_named_in
 from tpllama.checkpoint.weight_files import open_weight_file
 from tpllama.config import UserError
 
@@ -49,7 +49,13 @@ def find_weights(path: Path) -> WeightSet | None:
     if not path.is_dir():
         return None
     present = sorted(entry.name for entry in path.iterdir())
-    sets = [found for kind in _HF_KINDS if (found := _huggingface(path, kind))]
+    sets: list[WeightSet] = []
+    for kind in _HF_KINDS:
+        try:
+            sets += [found] if (found := _huggingface(path, kind)) else []
+        except UserError:
+            if not sets:  # What isn't read needn't be whole: an index without its .bin files is common.
+                raise
     first_hf = sets[:1]
     indexed = {file.name for found in sets for file in found.files}
     present = [name for name in present if name not in indexed]
@@ -85,11 +91,13 @@ def _huggingface(path: Path, kind: str) -> WeightSet | None:
 
 
 def _indexed(index: Path) -> WeightSet:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(check_inside(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
         raise UserError(
             f"found {index} without a weight_map, expected tensor names with their files, download it again"
         )
+    if odd := next((name for name in weight_map if not name.isprintable()), None):
+        raise UserError(f"found tensor name {odd[:80]!r} in {index}, expected printable ones, download it again")
     shards = {shard: file_named_in(index, shard) for shard in sorted(set(weight_map.values()))}
     if all(shard.endswith(".bin") for shard in shards) and index.name == "model.safetensors.index.json":
         raise UserError(f"found {index} naming .bin files, expected .safetensors, download it again")
@@ -110,21 +118,26 @@ def _all_shards(shards: list[Path]) -> tuple[Path, ...]:
 
 
 def _check_numbers(files: list[Path], numbers: list[int], expected: range) -> None:
-    if missing := sorted(set(expected) - set(numbers)):
+    present, count = set(numbers), expected.stop - expected.start
+    # The first alone: a name may say any count.
+    missing = next((number for number in expected if number not in present), None)
+    if missing is not None:
         raise UserError(
-            f"found {len(files)} of {len(expected)} weight files in {files[0].parent}, number {missing[0]} is missing, "
+            f"found {len(files)} of {count} weight files in {files[0].parent}, number {missing} is missing, "
             f"expected all, download it"
         )
-    if len(numbers) != len(expected):
+    if len(numbers) != count:
         raise UserError(
-            f"found {', '.join(file.name for file in files)}, expected the numbers {expected.start} to "
-            f"{expected.stop - 1} once each, remove the others"
+            f"found {', '.join(file.name for file in files)} in {files[0].parent}, expected the numbers "
+            f"{expected.start} to {expected.stop - 1} once each, remove the others"
         )
 
 
 def _consolidated(path: Path, present: list[str]) -> WeightSet | None:
     """Meta's own shards."""
     matches = [match for name in present if (match := _CONSOLIDATED.fullmatch(name))]
+    # Of parts of a tensor the order counts, and 10 comes after 9.
+    matches.sort(key=lambda match: int(match["number"]))
     files = [path / match.string for match in matches]
     single = [path / name for name in ("consolidated.pth", "consolidated.safetensors") if name in present]
     if len(single) + bool(files) > 1:
@@ -143,7 +156,7 @@ def _consolidated(path: Path, present: list[str]) -> WeightSet | None:
 
 def _either(path: Path, present: list[str]) -> WeightSet | None:
     """torchtune's .bin files, which have one name in both forms: the tensors in them tell."""
-    shards = [path / name for name in present if name.startswith("model-") and name.endswith(".bin")]
+    shards = [path / name for name in present if name.startswith(("model-", "ft-model-")) and name.endswith(".bin")]
     if not shards:
         return None
     files = _all_shards(shards)
@@ -154,14 +167,23 @@ def _either(path: Path, present: list[str]) -> WeightSet | None:
 
 def _old(path: Path, present: list[str]) -> WeightSet | None:
     """torchtune's files of all epochs in one folder: the newest epoch's."""
-    for form, pattern in (("meta", _OLD_META), ("huggingface", _OLD_HF)):
-        matches = [match for name in present if (match := pattern.fullmatch(name))]
-        if matches:
-            newest = max(int(match["epoch"]) for match in matches)
-            files = tuple(path / match.string for match in matches if int(match["epoch"]) == newest)
-            epochs = len({match["epoch"] for match in matches})
-            note = f"of {epochs} epochs in {path}, {newest} is the newest: {', '.join(file.name for file in files)}"
-            return WeightSet(form, files, notes=(note,) if epochs > 1 else ())  # type: ignore[arg-type]
+    forms: dict[Form, re.Pattern[str]] = {"meta": _OLD_META, "huggingface": _OLD_HF}
+    matches = {form: [m for name in present if (m := pattern.fullmatch(name))] for form, pattern in forms.items()}
+    if all(matches.values()):
+        held = " and ".join(found[0].string for found in matches.values())
+        raise UserError(
+            f"found weights in more than one form in {path}: {held}, expected one, move the others to a folder of "
+            f"their own"
+        )
+    for form, found in matches.items():
+        if found:
+            epochs = {int(match["epoch"]) for match in found}
+            newest = [match for match in found if int(match["epoch"]) == max(epochs)]
+            files = [path / match.string for match in newest]
+            shards = [int(match.groupdict().get("shard", 1)) for match in newest]
+            _check_numbers(files, shards, range(1, max(shards) + 1))
+            note = f"of {len(epochs)} epochs in {path}, {max(epochs)} is the newest: {', '.join(f.name for f in files)}"
+            return WeightSet(form, tuple(files), notes=(note,) if len(epochs) > 1 else ())
     return None
 
 

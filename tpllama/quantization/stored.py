@@ -24,6 +24,8 @@ _PARTS = {
     "IntxUnpackedToInt8Tensor": ("qdata", "scale", "zero_point"),
     "Int4Tensor": ("qdata", "scale", "zero_point"),
 }
+# Nothing but zeros is known there.
+_ZEROS = {"Int8Tensor": ("zero_point",)}
 _REFUSED = {
     "Int4TilePackedTo4dTensor": "it is packed for one GPU kernel and can't be sliced",
     "Int4PlainInt32Tensor": "it is packed for one device",
@@ -62,6 +64,11 @@ class StoredForm:
         like = blank(self.recipe, num_rows, width * layout_of(self.kind).columns_per_element, dtype)
         whole = {}
         for name, part in parts_of(like).items():
+            if name in _ZEROS.get(self.kind, ()) and name in parts and parts[name].any():
+                raise UserError(
+                    f"found a {name} that is not 0 in a weight stored as torchao's {self.kind}, expected symmetric "
+                    f"quantization, quantize the original again"
+                )
             if name in parts:
                 values = _converted(name, parts[name], part.dtype)
             else:  # the zero point of int8 weights, which older files leave out
@@ -80,7 +87,10 @@ def recognize(
     if kind not in _PARTS:
         reason = _REFUSED.get(kind, "no recipe makes such a weight")
         raise _refused(name, kind, reason)
-    plain = {key: _plain(value) for key, value in attributes.items()}
+    try:
+        plain = {key: _plain(value) for key, value in attributes.items()}
+    except RecursionError:
+        raise _refused(name, kind, "its description is nested too deeply") from None
     rows, columns = _shape(name, kind, part_shapes)
     block = plain.get("block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
@@ -108,7 +118,9 @@ def _shape(name: str, kind: str, part_shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _family(name: str, kind: str, plain: Mapping[str, Any], is_of_tensor: bool) -> str:
     """The recipe family whose weights these are."""
-    act: dict[str, Any] = plain.get("act_quant_kwargs") or {}
+    act: Any = plain.get("act_quant_kwargs") or {}
+    if not isinstance(act, dict):
+        raise _refused(name, kind, f"activations are quantized by {act!r}")
     match kind:
         case "Int8Tensor" if not act:
             return "int8wo"
@@ -122,9 +134,14 @@ def _family(name: str, kind: str, plain: Mapping[str, Any], is_of_tensor: bool) 
         case "Float8Tensor" if not act:
             return "fp8wo"
         case "Float8Tensor":
-            if act.get("hp_value_ub") is None and act.get("hp_value_lb") is None:
+            if act.get("hp_value_ub") is not None or act.get("hp_value_lb") is not None:
+                raise _refused(name, kind, "activations are clamped")
+            fits = act.get("granularity") in ([{}] if is_of_tensor else [{"dim": -1}, {"dim": 1}])
+            if fits and act.get("float8_dtype", "float8_e4m3fn") == "float8_e4m3fn":
                 return "fp8dq-per_tensor" if is_of_tensor else "fp8dq-per_row"
-            raise _refused(name, kind, "activations are clamped")
+            raise _refused(
+                name, kind, f"activations are quantized by {act}, where float8_e4m3fn, as the weight is, is known"
+            )
         case "Int4Tensor":
             if plain.get("activation_dtype") in (None, "bfloat16", "float16", "float32"):
                 return "int4wo"
@@ -143,7 +160,7 @@ def _check_parts(
     scales: tuple[int, ...] = (rows // block[0], columns // block[1])
     scales = scales[::-1] if kind == "Int4Tensor" else scales
     for part, shape in part_shapes.items():
-        if part not in ("qdata", "scale", "zero_point"):
+        if part not in (*_PARTS[kind], *_ZEROS.get(kind, ())):
             raise _refused(name, kind, f"it has a part {part}")
         if part != "qdata" and shape != scales:
             raise _refused(name, kind, f"its {part} has the shape {list(shape)}, where {list(scales)} is expected")
