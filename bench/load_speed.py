@@ -53,6 +53,7 @@ def main() -> None:
             command = [sys.executable, "-m", "tpllama", "quantize", str(model), f"{folder}/saved"]
             subprocess.run([*command, "--torchao-config", arguments.torchao_config], check=True, env=environment())
             model = Path(folder) / "saved"
+        os.sync()  # so that no write goes on meanwhile
         seconds = measure(model, arguments)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     bare = min((name for name in medians if name != "tpllama"), key=medians.__getitem__)

@@ -9,7 +9,6 @@ Peak memory of a rank is its packed share and about one weight more (bench/load_
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from tpllama.parallel.plan import style_of
 from tpllama.parallel.shard import owned_slices, shard
 from tpllama.quantization.quantize import columns_to_read, cut_columns, join_rows, quantize
 from tpllama.quantization.recipes import HEAD
-from tpllama.reading import BlockReader, Job, concatenated, read_ahead
+from tpllama.reading import BlockReader, Job, reading_ahead
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,11 +73,8 @@ class _Loader:
         self.reader = BlockReader(checkpoint, blueprint.dtype, device, blueprint.engine.strict)
 
     def load(self, model: Llama, progress: Progress) -> None:
-        steps = list(self._steps(model))
-        tensors = read_ahead(self.reader.read, [job for jobs, _ in steps for job in jobs])
-        for jobs, place in progress(steps):
-            place(itertools.islice(tensors, len(jobs)))
-        assert next(tensors, None) is None, "every tensor that was read has its place"
+        for jobs, place in reading_ahead(self.checkpoint, progress(list(self._steps(model)))):
+            place(self.reader.read(*job) for job in jobs)
         self._agree_on_bad_values()
 
     def _steps(self, model: Llama) -> Iterator[tuple[list[Job], Place]]:
@@ -89,8 +85,8 @@ class _Loader:
             else:
                 for parameter_name, parameter in module.named_parameters(recurse=False):
                     index = owned_slices(parameter)
-                    place = functools.partial(_place_parameter, module, parameter_name, _shape(index))
-                    yield self.reader.jobs(f"{name}.{parameter_name}", index), place
+                    place = functools.partial(_place_parameter, module, parameter_name)
+                    yield [(f"{name}.{parameter_name}", index)], place
 
     def _linear(self, name: str, linear: nn.Linear, model: Llama) -> tuple[list[Job], Place]:
         style = style_of(self.blueprint.plan, name)
@@ -116,8 +112,7 @@ class _Loader:
         rows, columns = owned_slices(linear.weight)
         source = f"{EMBEDDING if is_tied else name}.weight"
         if recipe is None:
-            index = (rows, columns)
-            return self.reader.jobs(source, index), lambda blocks: concatenated(blocks, _shape(index))
+            return [(source, (rows, columns))], next
         in_features = linear.weight.shape[1]
         reading = columns_to_read(recipe, columns, in_features)
         own = slice(columns.start - reading.start, columns.stop - reading.start)
@@ -151,12 +146,8 @@ class _Loader:
             )
 
 
-def _place_parameter(module: nn.Module, name: str, shape: tuple[int, ...], blocks: Iterator[Tensor]) -> None:
-    module.register_parameter(name, nn.Parameter(concatenated(blocks, shape), requires_grad=False))
-
-
-def _shape(index: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in index)
+def _place_parameter(module: nn.Module, name: str, tensors: Iterator[Tensor]) -> None:
+    module.register_parameter(name, nn.Parameter(next(tensors), requires_grad=False))
 
 
 def _connect(model: Llama, blueprint: Blueprint, ranks: Ranks) -> None:

@@ -6,7 +6,9 @@ transformers reads them: the integers and scales that every TP degree has after 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from tpllama.quantization.neutral import blank, description, layout_of, parts_of
 from tpllama.quantization.quantize import quantize
 from tpllama.quantization.recipes import HEAD, Recipe
 from tpllama.quantization.saved_config import quantization_config
-from tpllama.reading import BlockReader, Job, read_ahead
+from tpllama.reading import BlockReader, Job, reading_ahead
 
 # As large as a shard may become; a single larger weight has its own.
 _SHARD_BYTES = 2 << 30
@@ -81,14 +83,14 @@ def export(blueprint: Blueprint, checkpoint: Checkpoint, out: Path, progress: Pr
     with new_directory(out, num_bytes) as folder:
         _write_small_files(blueprint, checkpoint, folder)  # first: what can't be read is an error before hours of work
         reader = BlockReader(checkpoint, blueprint.dtype, torch.device("cpu"), blueprint.engine.strict)
-        blocks = read_ahead(reader.read, [job for weight in weights for job in _jobs(reader, weight)])
-        done = iter(progress(weights))
+        steps = [(_jobs(reader, weight), weight) for weight in weights]
+        todo = iter(reading_ahead(checkpoint, progress(steps)))
         for name, shard in zip(names, shards, strict=True):
             entries = {key: entry for weight in shard for key, entry in weight.entries().items()}
             with TensorFile(folder / name, entries, metadata) as file:
-                for weight in shard:
-                    assert next(done) is weight
-                    _write(file, weight, _jobs(reader, weight), blocks)
+                for jobs, weight in itertools.islice(todo, len(shard)):
+                    _write(file, weight, jobs, reader)
+        assert next(todo, None) is None, "every weight is in a shard"
         if reader.bad:
             raise UserError(
                 f"found a value that is no finite number in tensor {reader.bad}, expected none under --strict"
@@ -136,20 +138,22 @@ def _jobs(reader: BlockReader, weight: _Weight) -> list[Job]:
     index = tuple(slice(0, size) for size in weight.like.shape)
     if weight.recipe is not None and weight.recipe.family.extent == "tensor":
         return [(weight.source, index)]
-    return reader.jobs(weight.source, index)
+    rows, *columns = index
+    blocks = reader.row_blocks(rows, math.prod(weight.like.shape[1:]))
+    return [(weight.source, (block, *columns)) for block in blocks]
 
 
-def _write(file: TensorFile, weight: _Weight, jobs: list[Job], blocks: Iterator[Tensor]) -> None:
-    """Quantizes one weight's blocks as they come, and writes them."""
+def _write(file: TensorFile, weight: _Weight, jobs: list[Job], reader: BlockReader) -> None:
+    """Quantizes one weight block by block, and writes it."""
     layout = layout_of(type(weight.like).__name__)
-    # zip sees that the jobs have ended before it would take a block too many.
-    for (_, (rows, *_rest)), block in zip(jobs, blocks, strict=False):
+    for name, index in jobs:
+        block, rows = reader.read(name, index), index[0]
         if weight.recipe is None:
             file.write(weight.name, block, rows.start)
             continue
         quantized = quantize(block, weight.recipe, slice(0, block.shape[1]))
-        for name, part in parts_of(quantized).items():
-            file.write(weight.part(name), part, rows.start, layout.row_dim(name))
+        for part, values in parts_of(quantized).items():
+            file.write(weight.part(part), values, rows.start, layout.row_dim(part))
 
 
 def _write_index(path: Path, shards: dict[str, list[_Weight]]) -> None:

@@ -1,12 +1,13 @@
-"""Reading weights in a stream: in blocks of rows, the next one in a thread, freed memory given back to the system."""
+"""Reading weights in a stream: in blocks of rows, the next pages fetched by a thread, freed memory given back."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from tpllama.checkpoint.open import Checkpoint
 
 # A tensor's name and a slice for each of its dimensions.
 Job = tuple[str, tuple[slice, ...]]
+# Jobs, and what is done with their tensors.
+Step = tuple[list[Job], Any]
 
 # Rows are read and quantized in blocks of about so many elements. On the CPU conversions, several times their size,
 # stay in its caches (1 << 21 is as quick, and leaves larger holes in the heap); a GPU wants fewer and larger steps.
-_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+_BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 # Freed memory goes back to the system each time so many elements have been read: it costs page faults.
-_GIVE_BACK_ELEMENTS = 1 << 27
+_GIVE_BACK_ELEMENTS = 1 << 26
 
 
 class BlockReader:
@@ -38,9 +41,18 @@ class BlockReader:
         self.bad: str | None = None
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """One slice. The parts of quantized weights stay in their own dtype."""
-        tensor = self._checkpoint.read(name, index)
-        tensor = tensor.to(self._device, None if name in self._parts else self._dtype)
+        """One slice, copied and converted in blocks of rows. The parts of quantized weights stay in their own dtype."""
+        if name in self._parts:
+            return self._checked(name, self._checkpoint.read(name, index).to(self._device, copy=True))
+        rows, *columns = index
+        shape = [part.stop - part.start for part in index]
+        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for block in self.row_blocks(rows, math.prod(shape[1:])):
+            part = whole[block.start - rows.start : block.stop - rows.start]
+            self._checked(name, part.copy_(self._checkpoint.read(name, (block, *columns))))
+        return whole
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
         is_checked = self._is_strict and self.bad is None and tensor.is_floating_point() and tensor.element_size() > 1
         if is_checked and not bool(tensor.isfinite().all()):
             self.bad = name
@@ -48,48 +60,38 @@ class BlockReader:
 
     def row_blocks(self, rows: slice, columns: int) -> list[slice]:
         """Rows in blocks of about _BLOCK_ELEMENTS, with borders at multiples of 256."""
-        size = max(_BLOCK_ELEMENTS[self._device.type] // columns // 256, 1) * 256
+        size = max(_BLOCK_ELEMENTS[self._device.type] // max(columns, 1) // 256, 1) * 256
         inner = range((rows.start // size + 1) * size, rows.stop, size)
         return [slice(*borders) for borders in itertools.pairwise((rows.start, *inner, rows.stop))]
 
-    def jobs(self, name: str, index: tuple[slice, ...]) -> list[Job]:
-        """A slice in blocks of rows."""
-        rows, *columns = index
-        width = columns[0].stop - columns[0].start if columns else 1
-        return [(name, (block, *columns)) for block in self.row_blocks(rows, width)]
 
+def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step]) -> Iterator[Step]:
+    """Each step, a list of jobs and what it is for, while a thread brings what the next one reads into memory.
 
-def read_ahead(read: Callable[[str, tuple[slice, ...]], Tensor], jobs: Iterable[Job]) -> Iterator[Tensor]:
-    """What `read` gives for each job, in order; a thread reads the next one while the last is in use."""
+    The thread copies nothing, and nobody waits for it: where all is in memory already it costs nearly nothing. Freed
+    memory is given back to the system on the way.
+    """
     since_give_back = 0
+    ahead: Future[None] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
-        current: Future[Tensor] | None = None
-        for job in jobs:
-            following = thread.submit(read, *job)
+        current: Step | None = None
+        for following in itertools.chain(steps, [None]):
+            # A thread that is behind skips a step: it must not fetch what was read already.
+            if following is not None and (ahead is None or ahead.done()):
+                ahead = thread.submit(_prefetch, checkpoint, following[0])
             if current is not None:
-                yield current.result()
+                yield current
+                since_give_back += sum(math.prod(part.stop - part.start for part in index) for _, index in current[0])
+                if since_give_back >= _GIVE_BACK_ELEMENTS:
+                    give_back_memory()
+                    since_give_back = 0
             current = following
-            since_give_back += math.prod(part.stop - part.start for part in job[1])
-            if since_give_back >= _GIVE_BACK_ELEMENTS:
-                give_back_memory()
-                since_give_back = 0
-        if current is not None:
-            yield current.result()
     give_back_memory()
 
 
-def concatenated(blocks: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """One tensor of `shape`, of blocks of rows that come from top to bottom and aren't kept."""
-    whole: Tensor | None = None
-    top = 0
-    for block in blocks:
-        if tuple(block.shape) == shape:
-            return block
-        whole = block.new_empty(shape) if whole is None else whole
-        whole[top : top + block.shape[0]] = block
-        top += block.shape[0]
-    assert whole is not None, "a tensor has at least one block"
-    return whole
+def _prefetch(checkpoint: Checkpoint, jobs: list[Job]) -> None:
+    for name, index in jobs:
+        checkpoint.prefetch(name, index)
 
 
 def give_back_memory() -> None:

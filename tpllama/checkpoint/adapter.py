@@ -149,6 +149,9 @@ class AdaptedCheckpoint:
         if base.tensors:
             _check_fit(base, adapter)
 
+    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
+        self._base.prefetch(name, index)
+
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return self._base.tokenizer()
 
@@ -169,7 +172,7 @@ class AdaptedCheckpoint:
 
         weight = self._adapter.lora[name]
         dtype = torch.promote_types(stored.dtype, torch.float32)
-        changed = part = stored.to(dtype)
+        changed = part = stored.to(dtype, copy=True)  # what was read may be a view of the file
         # The factors are small, so they are read whole: rotated rows are put in order across a head.
         a, b = (self._read_factor(key).to(dtype) for key in (weight.a, weight.b))
         if weight.interleaved:

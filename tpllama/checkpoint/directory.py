@@ -252,5 +252,8 @@ class _Assembled:
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         return self._whole.read(name, index)
 
+    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
+        self._whole.prefetch(name, index)
+
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return next((found for tokenizer in self._tokenizers if (found := tokenizer()) is not None), None)

@@ -56,6 +56,9 @@ class DummyCheckpoint:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._inner.eos_token_ids
 
+    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
+        """Nothing is read."""
+
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return self._inner.tokenizer()
 

@@ -6,6 +6,7 @@ gguf_reader.py's, the config gguf_config.py's, the vocabulary gguf_tokenizer.py'
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,10 @@ class GgufCheckpoint:
         # BF16 has no numpy type; it comes as 16-bit integers.
         values = torch.from_numpy(np.array(part, order="C"))
         return values.view(torch.bfloat16) if tensor.tensor_type == GGMLQuantizationType.BF16 else values
+
+    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
+        # A byte of every page of the rows, which lie together.
+        self._stored[name].data[index[0]].view(np.uint8)[..., :: mmap.PAGESIZE].sum()
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return build_tokenizer(self._reader, self.path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tpllama.checkpoint.manifest import check_manifest
 from tpllama.checkpoint.open import StoredWeight, TensorInfo, first_line
 from tpllama.checkpoint.paths import check_inside
-from tpllama.checkpoint.weight_files import WeightFile, check_floating, open_weight_file
+from tpllama.checkpoint.weight_files import WeightFile, check_floating, fetch_pages, open_weight_file
 from tpllama.checkpoint.weight_set import WeightSet, check_once, read_json
 from tpllama.config import UserError, token_ids
 
@@ -58,6 +58,9 @@ class HuggingFaceCheckpoint:
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         return self._files[name].read(name, index)
+
+    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
+        fetch_pages(self._files[name].read(name, index))
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return read_tokenizer(self.path)

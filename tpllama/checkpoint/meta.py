@@ -23,7 +23,7 @@ from tpllama.checkpoint.tokenizer_model import (
     is_sentencepiece,
     vocabulary_size,
 )
-from tpllama.checkpoint.weight_files import WeightFile, open_weight_file
+from tpllama.checkpoint.weight_files import WeightFile, fetch_pages, open_weight_file
 from tpllama.checkpoint.weight_set import read_json
 from tpllama.config import LlamaConfig, UserError
 
@@ -67,11 +67,18 @@ class _Tensor:
     dim: int = 0
 
     def read(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """A copy of one slice, from the pieces it touches."""
-        if len(self.pieces) == 1:
-            return self.pieces[0].file.read(self.pieces[0].name, index)
+        """One slice, from the pieces it touches."""
+        parts = self.parts(index)
+        if len(parts) == 1:
+            return parts[0]
         import torch
 
+        return torch.cat(parts, self.dim)
+
+    def parts(self, index: tuple[slice, ...]) -> list[torch.Tensor]:
+        """What a slice consists of, as it lies in the files."""
+        if len(self.pieces) == 1:
+            return [self.pieces[0].file.read(self.pieces[0].name, index)]
         wanted = index[self.dim]
         parts: list[torch.Tensor] = []
         for piece in self.pieces:
@@ -81,7 +88,7 @@ class _Tensor:
             if first < last or wanted.start == wanted.stop:
                 part = (*index[: self.dim], slice(first, last), *index[self.dim + 1 :])
                 parts.append(piece.file.read(piece.name, part))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+        return parts
 
 
 class MetaCheckpoint:
@@ -120,8 +127,11 @@ class MetaCheckpoint:
         heads = tensor.read((slice(first, last), *index[1:]))
         if heads.numel():
             heads = from_interleaved(heads, head_dim)
-        part = heads[rows.start - first : rows.stop - first]
-        return part if part.shape == heads.shape else part.clone()
+        return heads[rows.start - first : rows.stop - first]
+
+    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
+        for part in self._tensors[name].parts(index):
+            fetch_pages(part)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return build_tokenizer(self._tokenizer_file, self._instruct_name is not None) if self._tokenizer_file else None

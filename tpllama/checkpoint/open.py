@@ -77,10 +77,15 @@ class Checkpoint(Protocol):
         """Every id that ends a text, from the generation config and the tokenizer's metadata."""
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """A copy of one slice of tensor `name`, in its stored dtype. Reads no other slice's pages.
+        """One slice of tensor `name`, in its stored dtype, maybe a view of the mapped file: it is copied to be kept.
+
+        Reads no other slice's pages.
 
         `index` has one slice with explicit bounds per dimension. Raises UserError where the file is damaged.
         """
+
+    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
+        """Brings the pages of a slice into memory, so that `read` doesn't wait for them. Called in another thread."""
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, or None where the files hold none."""

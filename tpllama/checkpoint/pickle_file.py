@@ -56,7 +56,7 @@ class PickleFile:
         self.stored[name] = StoredWeight(type(value).__name__, attributes, parts)
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        return self._state[name][index].clone()
+        return self._state[name][index]
 
 
 def _load_state_dict(path: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,9 @@ safetensors.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,7 +48,7 @@ class WeightFile(Protocol):
         """What the file says of weights that consist of several tensors, which may lie in other files."""
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """A copy of one slice."""
+        """One slice, maybe a view of the mapped file."""
 
 
 def open_weight_file(path: Path, floats_only: bool = True) -> WeightFile:
@@ -79,6 +81,18 @@ def open_weight_file(path: Path, floats_only: bool = True) -> WeightFile:
     return file
 
 
+def fetch_pages(view: torch.Tensor) -> None:
+    """Has the system read the pages under a view of a mapped file, where they aren't in memory."""
+    import torch
+
+    if view.is_contiguous() and view.numel() and hasattr(mmap, "MADV_WILLNEED"):
+        start = view.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = view.data_ptr() + view.numel() * view.element_size() - start
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
+    elif view.numel():  # columns: a byte of each page, and none of the pages between
+        view.view(torch.uint8)[..., :: mmap.PAGESIZE].sum()
+
+
 class SafetensorsFile:
     """A memory-mapped .safetensors file. Listing shapes does not import torch."""
 
@@ -99,11 +113,10 @@ class SafetensorsFile:
         try:
             if self._torch_handle is None:
                 self._torch_handle = safe_open(self.path, framework="pt")
-            # What the handle returns may be a view of the mapped file, hence the copy.
             part: torch.Tensor = self._torch_handle.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise damaged(self.path, error) from error
-        return part.clone()
+        return part
 
 
 def _stored_weights(metadata: Mapping[str, str], path: Path) -> Iterator[tuple[str, StoredWeight]]:

@@ -6,6 +6,7 @@ What a new recipe's class stores otherwise than the others is a row of `_LAYOUTS
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,11 +55,18 @@ def parts_of(weight: Tensor) -> dict[str, Tensor]:
     return {name: getattr(weight, name) for name in names}
 
 
+class _Carrier(nn.Linear):
+    """Holds a weight while torchao quantizes it. Made for every block of rows, so it initializes nothing."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 def quantize_plain(weight: Tensor, recipe: Recipe) -> Tensor:
     """torchao's tensor of a plain weight [rows, columns], by torchao's own arithmetic."""
     from torchao.quantization import quantize_
 
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear = _Carrier(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(linear, recipe.config())
     quantized: Any = linear.weight.detach()
@@ -69,7 +77,7 @@ def quantize_plain(weight: Tensor, recipe: Recipe) -> Tensor:
 
 def blank(recipe: Recipe, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """A recipe's tensor for a weight [rows, columns] of `dtype`, its parts on the meta device: shapes, no values."""
-    few = quantize_plain(torch.zeros(16, columns, dtype=dtype), recipe)
+    few = _few_rows(recipe, columns, dtype)
     layout = layout_of(type(few).__name__)
     whole = {}
     for name, part in parts_of(few).items():
@@ -78,6 +86,11 @@ def blank(recipe: Recipe, rows: int, columns: int, dtype: torch.dtype) -> Tensor
             shape[layout.row_dim(name)] = rows
         whole[name] = torch.empty(shape, dtype=part.dtype, device="meta")
     return assemble(few, whole, rows, columns)
+
+
+@functools.lru_cache(maxsize=64)
+def _few_rows(recipe: Recipe, columns: int, dtype: torch.dtype) -> Tensor:
+    return quantize_plain(torch.zeros(16, columns, dtype=dtype), recipe)
 
 
 def assemble(like: Tensor, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
