@@ -136,3 +136,18 @@ def test_every_module_says_what_it_owns() -> None:
     assert not [
         relative(p) for p in FILES if p.name != "__init__.py" and not ast.get_docstring(ast.parse(p.read_text()))
     ]
+
+
+def test_every_error_says_what_was_found_and_what_is_expected() -> None:
+    """Of texts written where they are raised; the values in them are left out."""
+    texts: dict[str, str] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "UserError" and node.args:
+                place, text = f"{relative(path)}:{node.lineno}", node.args[0]
+                parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                literals = [part.value for part in parts if isinstance(part, ast.Constant)]
+                if literals:
+                    texts[place] = "".join(map(str, literals))
+    assert len(texts) > 100
+    assert not {place: text for place, text in texts.items() if not re.match("found .*expected ", text)}

@@ -272,4 +272,4 @@ def test_integer_weights_are_refused_by_name(tpllama: Run, checkpoint: Path) -> 
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].to(torch.int8)
     save_file(tensors, weights)
-    assert_refused(tpllama, "--model", checkpoint, words=(name, "I8"))
+    assert_refused(tpllama, "--model", checkpoint, words=(name, "dtype i8"))

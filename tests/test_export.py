@@ -21,6 +21,7 @@ from checkpoint import formats
 from checkpoint.conftest import TINY_METADATA, write_gguf_file
 from conftest import ROOT, Run
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saving import MIXED, assert_equal_weights, bits, quantize_to, weights_of
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -156,15 +157,17 @@ def test_index_and_manifest_are_right(make_checkpoint: MakeCheckpoint, tmp_path:
     source = manifest["source"]
     assert source["model"] == str(model)
     assert source["files"].keys() == {"model.safetensors"}
-    for folder, files in ((out, manifest["files"]), (model, source["files"])):
-        for name, entry in files.items():
-            content = (folder / name).read_bytes()
-            header = content[: 8 + int.from_bytes(content[:8], "little")]
-            assert entry == {
-                "bytes": len(content),
-                "sha256": hashlib.sha256(content).hexdigest(),
-                "header_sha256": hashlib.sha256(header).hexdigest(),
-            }
+    content = (model / "model.safetensors").read_bytes()
+    start = hashlib.sha256(content[: 1 << 22]).hexdigest()
+    assert source["files"]["model.safetensors"] == {"bytes": len(content), "sha256_of_first_4_mib": start}
+    for name, entry in manifest["files"].items():
+        content = (out / name).read_bytes()
+        header = content[: 8 + int.from_bytes(content[:8], "little")]
+        assert entry == {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "header_sha256": hashlib.sha256(header).hexdigest(),
+        }
     layers, recipes = manifest["layers"], recipes_of(model, MAP)
     assert {name for name, recipe in layers.items() if recipe != "none"} == {f"{name}.weight" for name in recipes}
     assert layers["model.layers.1.self_attn.q_proj.weight"] == "int8dq"
@@ -553,3 +556,61 @@ def test_memory_is_a_few_blocks_of_rows(tmp_path: Path, monkeypatch: pytest.Monk
     taken = sampler.peak - sampler.baseline
     print(f"{recipe}: {taken / 1e6:.0f} MB")
     assert 0 < taken < 150e6
+
+
+def test_strict_holds_for_what_is_stored(make_checkpoint: Any, tmp_path: Path) -> None:
+    """A layer that was regrouped when it was quantized isn't as asked, now as then."""
+    model = make_checkpoint()
+    out = quantize_to(tmp_path / "out", model, "int4wo-64", dtype="bfloat16")
+    assert weights_of(out, torchao_config="int4wo-64")
+    for path in (model, out):
+        with pytest.raises(UserError, match="as asked"):
+            weights_of(path, torchao_config="int4wo-64", strict=True)
+
+
+def test_a_quantized_head_of_a_tied_config_is_an_error(make_checkpoint: Any, tmp_path: Path) -> None:
+    out = quantize_to(tmp_path / "out", make_checkpoint(tie_word_embeddings=True), "int8wo", quantize_lm_head=True)
+    assert "lm_head.weight" in weights_of(out)
+    with pytest.raises(UserError, match=r"^found lm_head stored quantized .* tie_word_embeddings false"):
+        weights_of(out, json_model_override_args={"tie_word_embeddings": True})
+
+
+def test_a_config_that_speaks_of_quantization_where_there_is_none_is_said(make_checkpoint: Any, tmp_path: Path) -> None:
+    out = quantize_to(tmp_path / "out", make_checkpoint(), "int8wo")
+    assert not open_checkpoint(str(out)).notes
+    assert "made-up ones are not" in open_checkpoint(str(out), weights=False).notes[0]
+    plain = tmp_path / "plain"
+    shutil.copytree(make_checkpoint(), plain)
+    shutil.copy(out / "config.json", plain)
+    assert "those in the files are not" in open_checkpoint(str(plain)).notes[0]
+
+
+def test_a_value_that_is_no_number_ends_the_writing_under_strict(make_checkpoint: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(make_checkpoint(), bad)
+    state = load_file(bad / "model.safetensors")
+    state["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf
+    save_file(state, bad / "model.safetensors")
+    with pytest.raises(UserError, match=r"^found a value .* model.layers.0.mlp.up_proj.weight, expected none"):
+        quantize_to(tmp_path / "out", bad, "int8wo", strict=True)
+    assert not (tmp_path / "out").exists()
+    quantize_to(tmp_path / "out", bad, "int8wo")
+
+
+def test_under_torchrun_a_rank_says_what_it_alone_found(make_checkpoint: Any, tmp_path: Path) -> None:
+    """A zero point that no recipe makes, in rows that only the second rank reads."""
+    out = quantize_to(tmp_path / "out", make_checkpoint(), "int8wo")
+    name = "model.layers.1.mlp.up_proj._weight_zero_point"
+    tensors = load_file(out / "model.safetensors")
+    tensors[name][-1] = 1
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, out / "model.safetensors", metadata)
+    (out / "tpllama_manifest.json").unlink()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tpllama", "generate"]
+    done = subprocess.run(
+        [*command, "--model", str(out), "--dtype", "float32", "x"], capture_output=True, text=True, timeout=120,
+        cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.count("tpllama: error: found") == 1, done.stderr

@@ -61,9 +61,14 @@ class Blueprint:
         stored = _stored_forms(checkpoint)
         if engine.load_format != "dummy":
             check_tensors(config, shapes, _whole_tensors(checkpoint, stored))
+        if config.tie_word_embeddings and f"{HEAD}.weight" in stored:
+            raise UserError(
+                f"found {HEAD} stored quantized for a config that ties it to the embedding, expected "
+                f"tie_word_embeddings false, set it in config.json or by --json-model-override-args"
+            )
         if stored:
             of_module = {name.removesuffix(".weight"): form.recipe for name, form in stored.items()}
-            recipes, decisions = decide_stored(linears, of_module, recipes)  # type: ignore[arg-type]
+            recipes, decisions = decide_stored(linears, of_module, recipes, engine.strict)  # type: ignore[arg-type]
         else:
             decisions = decide(linears, recipes, engine.strict)  # type: ignore[arg-type]
         recipes.check_device(device)
@@ -171,8 +176,10 @@ def _stored_forms(checkpoint: Checkpoint) -> dict[str, StoredForm]:
     """The recipe and shape of each weight that lies in the files quantized."""
     forms = {}
     for name, weight in checkpoint.quantized.items():
-        part_shapes = {part: checkpoint.tensors[tensor].shape for part, tensor in weight.parts.items()}
-        forms[name] = recognize(name, weight.kind, weight.attributes, part_shapes)
+        parts = {part: checkpoint.tensors[tensor] for part, tensor in weight.parts.items()}
+        shapes = {part: info.shape for part, info in parts.items()}
+        dtypes = {part: info.dtype for part, info in parts.items()}
+        forms[name] = recognize(name, weight.kind, weight.attributes, shapes, dtypes)
     return forms
 
 

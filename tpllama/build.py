@@ -25,9 +25,10 @@ from tpllama.model.llama import Llama
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.plan import style_of
 from tpllama.parallel.shard import owned_slices, shard
+from tpllama.quantization.neutral import parts_of
 from tpllama.quantization.quantize import columns_to_read, cut_columns, join_rows, quantize
 from tpllama.quantization.recipes import HEAD
-from tpllama.reading import BlockReader, Job, reading_ahead
+from tpllama.reading import BlockReader, Job, no_finite_number, reading_ahead
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,8 +74,12 @@ class _Loader:
         self.reader = BlockReader(checkpoint, blueprint.dtype, device, blueprint.engine.strict)
 
     def load(self, model: Llama, progress: Progress) -> None:
-        for jobs, place in reading_ahead(self.checkpoint, progress(list(self._steps(model)))):
-            place(self.reader.read(*job) for job in jobs)
+        try:
+            for jobs, place in reading_ahead(self.checkpoint, progress(list(self._steps(model)))):
+                place(self.reader.read(*job) for job in jobs)
+        except UserError as error:
+            error.rank = self.ranks.rank
+            raise
         self._agree_on_bad_values()
 
     def _steps(self, model: Llama) -> Iterator[tuple[list[Job], Place]]:
@@ -119,9 +124,13 @@ class _Loader:
         if stored := self.blueprint.stored.get(source):
             parts = self.checkpoint.quantized[source].parts
             slices = stored.slices(rows, reading)
-            return [(parts[part], index) for part, index in slices.items()], lambda tensors: cut_columns(
-                stored.assemble(dict(zip(slices, tensors, strict=True)), self.blueprint.dtype), own
-            )
+
+            def assembled(tensors: Iterator[Tensor]) -> Tensor:
+                weight = stored.assemble(dict(zip(slices, tensors, strict=True)), self.blueprint.dtype)
+                self.reader.check(source, *parts_of(weight).values())
+                return cut_columns(weight, own)
+
+            return [(parts[part], index) for part, index in slices.items()], assembled
         is_of_tensor = recipe.family.extent == "tensor"
         is_scale_shared = is_row_split or (self.ranks.size > 1 and is_of_tensor)
         agree_scale = self.ranks.max if is_scale_shared else None
@@ -140,10 +149,7 @@ class _Loader:
         place = names.index(bad) if bad in names else -1
         worst = int(self.ranks.max(torch.tensor([place], device=self.device)))
         if worst >= 0:
-            raise UserError(
-                f"found a value that is no finite number in tensor {names[worst]}, expected none under --strict, "
-                f"get an undamaged checkpoint"
-            )
+            raise no_finite_number(names[worst])
 
 
 def _place_parameter(module: nn.Module, name: str, tensors: Iterator[Tensor]) -> None:

@@ -20,7 +20,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"found {message}, expected what {self.prog} --help lists")
+        raise UserError(f"found {message}, expected the options of {self.prog}, see {self.prog} --help")
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -81,7 +81,8 @@ def _complain(error: Exception, code: int, is_debug: bool) -> int:
     # What the user gave is wrong on every rank alike: only the first says so. A failure is a rank's own.
     rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
     is_loss = type(error).__name__ == "RankLost"
-    if rank == "0" or (code == 1 and not is_loss):
+    is_own = code == 1 or getattr(error, "rank", None) is not None
+    if rank == "0" or (is_own and not is_loss):
         text = " ".join(str(error).split()) or type(error).__name__
         whose = f"rank {rank} failed: " if rank != "0" else ""
         print(f"tpllama: error: {whose}{text}", file=sys.stderr, flush=True)

@@ -151,7 +151,7 @@ def _lines(path: str) -> list[str]:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"found no readable prompts file {path} ({error}), give a text file") from None
+        raise UserError(f"found {path} unreadable ({error}), expected a text file of prompts, check it") from None
     return [line for line in text.split("\n") if line.strip()]
 
 

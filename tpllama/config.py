@@ -14,7 +14,12 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Something the user gave can't work. One line: found, expected, what to do. Exit code 2."""
+    """Something the user gave can't work. One line: found, expected, what to do. Exit code 2.
+
+    rank: of the one rank that found it, in its own part of the weights; None where all find the same.
+    """
+
+    rank: int | None = None
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -256,7 +261,11 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
         raise UserError(f"found RoPE type {rope_type!r} without {', '.join(missing)}, expected it in the config")
     unknown = sorted(given.keys() - required - optional)
     if unknown and rope_type != "default":
-        raise UserError(f"found {', '.join(unknown)} in the RoPE settings, not known for RoPE type {rope_type!r}")
+        known = ", ".join(sorted(required | optional))
+        raise UserError(
+            f"found {', '.join(unknown)} in the RoPE settings, expected {known} alone for RoPE type {rope_type!r}, "
+            f"remove the others"
+        )
     parameters = {name: _rope_parameter(name, value) for name, value in given.items() if name not in unknown}
     return RopeConfig(rope_type, float(theta), int(original), parameters)
 
@@ -290,7 +299,6 @@ class EngineConfig:
     """What the user asked for: the common flags of `tpllama generate --help`, and how many texts share a batch."""
 
     model: str = "smollm2"
-    llama_model: str | None = None
     tp: int = 1
     torchao_config: str = "none"
     quantize_lm_head: bool = False
@@ -304,6 +312,7 @@ class EngineConfig:
     batch_invariant: bool = False
     strict: bool = False
     max_batch_size: int = 32
+    llama_model: str | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (

@@ -22,7 +22,8 @@ from torch import Tensor
 from tpllama import __version__
 from tpllama.blueprint import EMBEDDING, Blueprint
 from tpllama.build import Progress
-from tpllama.checkpoint.manifest import identity, write_manifest
+from tpllama.checkpoint.manifest import source_identity, write_manifest
+from tpllama.checkpoint.names import part_name
 from tpllama.checkpoint.open import Checkpoint, overridden
 from tpllama.checkpoint.paths import check_inside
 from tpllama.checkpoint.save import Entry, TensorFile, new_directory
@@ -32,7 +33,7 @@ from tpllama.quantization.neutral import blank, description, layout_of, parts_of
 from tpllama.quantization.quantize import quantize
 from tpllama.quantization.recipes import HEAD, Recipe
 from tpllama.quantization.saved_config import quantization_config
-from tpllama.reading import BlockReader, Job, reading_ahead
+from tpllama.reading import BlockReader, Job, no_finite_number, reading_ahead
 
 # As large as a shard may become; a single larger weight has its own.
 _SHARD_BYTES = 2 << 30
@@ -55,8 +56,7 @@ class _Weight:
 
     def part(self, name: str) -> str:
         """torchao's name for a part of a weight in safetensors."""
-        module, _, kind = self.name.rpartition(".")
-        return f"{module}._{kind}_{name}"
+        return part_name(self.name, name)
 
 
 def export(blueprint: Blueprint, checkpoint: Checkpoint, out: Path, progress: Progress = list) -> None:
@@ -91,10 +91,6 @@ def export(blueprint: Blueprint, checkpoint: Checkpoint, out: Path, progress: Pr
                 for jobs, weight in itertools.islice(todo, len(shard)):
                     _write(file, weight, jobs, reader)
         assert next(todo, None) is None, "every weight is in a shard"
-        if reader.bad:
-            raise UserError(
-                f"found a value that is no finite number in tensor {reader.bad}, expected none under --strict"
-            )
         if len(shards) > 1:
             _write_index(folder / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
         write_manifest(folder, _facts(blueprint, checkpoint, weights), [folder / name for name in names])
@@ -148,6 +144,8 @@ def _write(file: TensorFile, weight: _Weight, jobs: list[Job], reader: BlockRead
     layout = layout_of(type(weight.like).__name__)
     for name, index in jobs:
         block, rows = reader.read(name, index), index[0]
+        if reader.bad:
+            raise no_finite_number(reader.bad)
         if weight.recipe is None:
             file.write(weight.name, block, rows.start)
             continue
@@ -197,7 +195,7 @@ def _facts(blueprint: Blueprint, checkpoint: Checkpoint, weights: list[_Weight])
     """What the manifest says beside the files: where this came from, and what became of each weight."""
     packages = ("torch", "torchao", "safetensors", "transformers")
     return {
-        "source": {"model": blueprint.name, "files": {file.name: identity(file) for file in checkpoint.files}},
+        "source": {"model": blueprint.name, "files": {file.name: source_identity(file) for file in checkpoint.files}},
         "recipe": blueprint.recipes.name,
         "dtype": blueprint.engine.dtype,
         "layers": {weight.name: weight.recipe.name if weight.recipe else "none" for weight in weights},

@@ -7,17 +7,19 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tpllama.checkpoint.open import Checkpoint
+from tpllama.config import UserError
 
 # A tensor's name and a slice for each of its dimensions.
 Job = tuple[str, tuple[slice, ...]]
-# Jobs, and what is done with their tensors.
-Step = tuple[list[Job], Any]
+T = TypeVar("T")
+# Jobs, and what their tensors are for.
+Step = tuple[list[Job], T]
 
 # Rows are read and quantized in blocks of about so many elements. On the CPU conversions, several times their size,
 # stay in its caches (1 << 21 is as quick, and leaves larger holes in the heap); a GPU wants fewer and larger steps.
@@ -29,7 +31,7 @@ _GIVE_BACK_ELEMENTS = 1 << 26
 class BlockReader:
     """Reads slices of a checkpoint's plain tensors in one dtype onto one device.
 
-    bad: with `is_strict`, the first tensor that was found to hold a value that is no finite number.
+    bad: with `is_strict`, the first weight that was found to hold a value that is no finite number.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, is_strict: bool) -> None:
@@ -41,22 +43,24 @@ class BlockReader:
         self.bad: str | None = None
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """One slice, copied and converted in blocks of rows. The parts of quantized weights stay in their own dtype."""
+        """One slice, copied and converted in blocks of rows. The parts of quantized weights stay in their own dtype.
+
+        Whether values are numbers is checked, but for those parts: together they are (see `check`).
+        """
         if name in self._parts:
-            return self._checked(name, self._checkpoint.read(name, index).to(self._device, copy=True))
+            return self._checkpoint.read(name, index).to(self._device, copy=True)
         rows, *columns = index
         shape = [part.stop - part.start for part in index]
         whole = torch.empty(shape, dtype=self._dtype, device=self._device)
         for block in self.row_blocks(rows, math.prod(shape[1:])):
             part = whole[block.start - rows.start : block.stop - rows.start]
-            self._checked(name, part.copy_(self._checkpoint.read(name, (block, *columns))))
+            self.check(name, part.copy_(self._checkpoint.read(name, (block, *columns))))
         return whole
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        is_checked = self._is_strict and self.bad is None and tensor.is_floating_point() and tensor.element_size() > 1
-        if is_checked and not bool(tensor.isfinite().all()):
+    def check(self, name: str, *tensors: Tensor) -> None:
+        """With `is_strict`, notes the weight `name` as bad where one of its tensors holds a value that is no number."""
+        if self._is_strict and self.bad is None and not all(_is_finite(tensor) for tensor in tensors):
             self.bad = name
-        return tensor
 
     def row_blocks(self, rows: slice, columns: int) -> list[slice]:
         """Rows in blocks of about _BLOCK_ELEMENTS, with borders at multiples of 256."""
@@ -65,27 +69,42 @@ class BlockReader:
         return [slice(*borders) for borders in itertools.pairwise((rows.start, *inner, rows.stop))]
 
 
-def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step]) -> Iterator[Step]:
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:  # has no infinity, and as NaN all bits set but the sign's
+        return not bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]]) -> Iterator[Step[T]]:
     """Each step, a list of jobs and what it is for, while a thread brings what the next one reads into memory.
 
-    The thread copies nothing, and nobody waits for it: where all is in memory already it costs nearly nothing. Freed
-    memory is given back to the system on the way.
+    The thread copies nothing, and nobody waits for it: where all is in memory already it costs nearly nothing. An
+    error there is dropped, as the read that follows meets it too.
     """
-    since_give_back = 0
-    ahead: Future[None] | None = None
-    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
-        current: Step | None = None
-        for following in itertools.chain(steps, [None]):
+    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+    try:
+        ahead: Future[None] | None = None
+        current: Step[T] | None = None
+        for following in itertools.chain(_giving_back(steps), [None]):
             # A thread that is behind skips a step: it must not fetch what was read already.
             if following is not None and (ahead is None or ahead.done()):
                 ahead = thread.submit(_prefetch, checkpoint, following[0])
             if current is not None:
                 yield current
-                since_give_back += sum(math.prod(part.stop - part.start for part in index) for _, index in current[0])
-                if since_give_back >= _GIVE_BACK_ELEMENTS:
-                    give_back_memory()
-                    since_give_back = 0
             current = following
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _giving_back(steps: Iterable[Step[T]]) -> Iterator[Step[T]]:
+    """The steps; between them, and at the end, memory that was freed goes back to the system."""
+    since = 0
+    for step in steps:
+        since += sum(math.prod(part.stop - part.start for part in index) for _, index in step[0])
+        if since >= _GIVE_BACK_ELEMENTS:
+            give_back_memory()
+            since = 0
+        yield step
     give_back_memory()
 
 
@@ -99,3 +118,11 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def no_finite_number(name: str) -> UserError:
+    """What is said of a tensor under --strict."""
+    return UserError(
+        f"found a value that is no finite number in tensor {name}, expected none under --strict, get an undamaged "
+        f"checkpoint"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from tpllama.build import Progress, build
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.runner import Runner
+from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.mesh import join
 from tpllama.parallel.place import Place, threads_per_rank
 
@@ -45,7 +48,21 @@ def start_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh, ranks = join(place, device.type, listener, while_waiting)
+    _check_same_files(checkpoint, ranks, device)
     return build(blueprint, checkpoint, mesh, ranks, device, progress)
+
+
+def _check_same_files(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> None:
+    """Raises UserError, on all ranks, where they opened different files: each of torchrun's chooses for itself."""
+    files = [(file.name, file.stat().st_size) for file in checkpoint.files]
+    seen = json.dumps([files, dict(checkpoint.fields)], sort_keys=True, default=str).encode()
+    digest = int.from_bytes(hashlib.blake2b(seen, digest_size=6).digest())
+    high, low = ranks.max(torch.tensor([digest, -digest], device=device)).tolist()
+    if high != -low:
+        raise UserError(
+            f"found that ranks opened different files (this one those of {checkpoint.path}), expected the same on all, "
+            f"give the folder of one model that is complete"
+        )
 
 
 def draw_blueprint(engine: EngineConfig, checkpoint: Checkpoint) -> Blueprint:

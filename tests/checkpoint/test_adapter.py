@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tpllama.checkpoint.adapter import AdaptedCheckpoint, base_model, find_adapter, open_adapter
+from tpllama.checkpoint.adapted import AdaptedCheckpoint
+from tpllama.checkpoint.adapter import base_model, find_adapter, open_adapter
 from tpllama.checkpoint.open import Checkpoint, StoredWeight, open_checkpoint
 
 # Larger than a tile of the merge in both dimensions, with ragged edges, and with fewer key than query heads.
@@ -215,14 +216,49 @@ def test_peft_s_spellings_give_the_same(make_base: MakeBase, train: Train, chang
 
 
 @pytest.mark.parametrize("middle", ["", ".base_layer", ".modules_to_save", ".modules_to_save.default"])
-def test_a_replaced_tensor_takes_the_base_s_dtype(make_base: MakeBase, tmp_path: Path, middle: str) -> None:
+def test_a_replaced_tensor_is_the_adapter_s_as_it_is(make_base: MakeBase, tmp_path: Path, middle: str) -> None:
     write_adapter(tmp_path)
     head = torch.randn(300, 288)
     state = load_file(tmp_path / "adapter_model.safetensors") | {f"base_model.model.lm_head{middle}.weight": head}
     write_adapter(tmp_path, state)
-    found = read_all(adapted(make_base(torch.bfloat16), tmp_path))["lm_head.weight"]
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, head.bfloat16())
+    base = open_checkpoint(str(make_base(torch.bfloat16)))
+    read: list[str] = []
+
+    def recorded(name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        read.append(name)
+        return base.read(name, index)
+
+    checkpoint = adapted(with_changes(base, read=recorded), tmp_path)
+    found = checkpoint.read("lm_head.weight", (slice(3, 300), slice(0, 280)))
+    assert read == []  # nothing of the base's is needed
+    assert torch.equal(found, head[3:, :280])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_the_factors_of_a_weight_are_read_once(
+    make_base: MakeBase, tmp_path: Path, monkeypatch: Any, interleaved: bool
+) -> None:
+    """Weights are read in blocks of rows, each of which needs both factors."""
+    names = [f"layers.0.attention.{module}" if interleaved else f"{Q_KEY[:-6]}{module}" for module in ("wq", "wk")]
+    names = names if interleaved else [Q_KEY, Q_KEY.replace("q_", "k_")]
+    factors = ("lora_a", "lora_b") if interleaved else ("lora_A", "lora_B")
+    state: State = {}
+    for name, rows in zip(names, (288, 144), strict=True):
+        state |= {
+            f"{name}.{factors[0]}.weight": torch.randn(2, 288),
+            f"{name}.{factors[1]}.weight": torch.randn(rows, 2),
+        }
+    write_adapter(tmp_path, state)
+    checkpoint = adapted(make_base(), tmp_path)
+    read: list[str] = []
+    original = type(checkpoint)._read_factor
+    monkeypatch.setattr(type(checkpoint), "_read_factor", lambda self, key: (read.append(key), original(self, key))[1])
+    for name in (Q, Q.replace("q_", "k_"), Q):
+        blocks = [checkpoint.read(name, (slice(top, top + 48), slice(0, 288))) for top in (0, 48, 96)]
+        fresh = adapted(make_base(), tmp_path).read(name, (slice(0, 144), slice(0, 288)))
+        assert torch.equal(torch.cat(blocks), fresh)
+    once = [f"{name}.{factor}.weight" for name in (*names, names[0]) for factor in factors]
+    assert [key for place, key in enumerate(read) if place % 4 < 2] == once  # the others are the fresh one's
 
 
 @pytest.mark.parametrize("modules", [TORCHTUNE, META], ids=["torchtune", "meta"])

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tpllama import reading
 from tpllama.checkpoint.gguf import GgufCheckpoint
 from tpllama.checkpoint.names import from_gguf
 from tpllama.checkpoint.open import Checkpoint, TensorInfo, open_checkpoint
@@ -115,13 +116,29 @@ def test_heads_of_q_and_k_can_be_cut_anywhere(
     name = f"model.layers.1.self_attn.{name}"
     expected = tiny_state[name].float()
     rest = (slice(5, 50),) * (expected.dim() - 1)
-    for first in range(0, len(expected), 16):
-        for last in range(first, len(expected) + 1, 16):
+    for first in range(0, len(expected), 4):
+        for last in range(first, len(expected) + 1, 4):
             index = (slice(first, last), *rest)
             assert torch.equal(checkpoint.read(name, index), expected[index])
-    for rows in (slice(8, 16), slice(0, 8)):
-        with pytest.raises(AssertionError, match="between heads"):
-            checkpoint.read(name, (rows, *rest))
+
+
+@pytest.mark.parametrize("head_dim", [96, 100])
+def test_heads_that_do_not_divide_the_blocks_of_rows(
+    write_gguf: Any, tiny_metadata: dict[str, Any], monkeypatch: Any, head_dim: int
+) -> None:
+    """Rows are read in blocks that end at multiples of 256, which may be within a head."""
+    name, hidden = "model.layers.0.self_attn.q_proj.weight", 64
+    rows = torch.randn(6 * head_dim, hidden, generator=torch.Generator().manual_seed(0))
+    tensors = to_gguf({name: rows}, 6, 2)
+    sizes = {"llama.attention.head_count": 6, "llama.attention.key_length": head_dim}
+    sizes |= {"llama.attention.value_length": head_dim, "llama.rope.dimension_count": head_dim}
+    checkpoint = GgufCheckpoint(write_gguf(tiny_metadata | sizes, tensors))
+    for cut in (slice(0, 256), slice(256, 512), slice(511, len(rows)), slice(5, 6), slice(7, 7)):
+        for columns in (slice(0, hidden), slice(3, 9), slice(4, 4)):
+            assert torch.equal(checkpoint.read(name, (cut, columns)), rows[cut, columns])
+    monkeypatch.setattr(reading, "_BLOCK_ELEMENTS", {"cpu": 1})
+    reader = reading.BlockReader(checkpoint, torch.float32, torch.device("cpu"), False)
+    assert torch.equal(reader.read(name, (slice(0, len(rows)), slice(0, hidden))), rows)
 
 
 def test_embedded_model_equals_transformers_reading_of_it(

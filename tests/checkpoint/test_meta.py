@@ -62,15 +62,13 @@ def test_every_number_of_shards_gives_the_same_tensors(written: MetaCheckpoint, 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_slice_is_a_copy_of_that_slice_alone(written: MetaCheckpoint, state: State, data: st.DataObject) -> None:
+def test_a_slice_is_that_slice_of_the_whole(written: MetaCheckpoint, state: State, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(state)))
     bounds = [sorted(data.draw(st.tuples(*2 * [st.integers(0, size)]))) for size in state[name].shape]
     index = tuple(slice(*pair) for pair in bounds)
     part = written.read(name, index)
     assert part.dtype == torch.bfloat16
     assert torch.equal(part, state[name][index])
-    assert part.is_contiguous()
-    assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
 def test_config(written: MetaCheckpoint) -> None:

@@ -151,5 +151,5 @@ def test_a_bad_map_is_an_error(write_map: WriteMap, text: str, message: str) -> 
 
 def test_a_missing_map_is_an_error_with_its_path(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(UserError, match=f"found no readable recipe map {path}: .*, check the path after @"):
+        with pytest.raises(UserError, match=f"found no readable recipe map {path} .*, check the path after @"):
             RecipeMap.parse(f"@{path}")

@@ -34,11 +34,12 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from tpllama import LLM
 from tpllama.checkpoint.open import open_checkpoint
-from tpllama.config import UserError
+from tpllama.config import EngineConfig, UserError
 from tpllama.quantization.neutral import description
 from tpllama.quantization.quantize import quantize
 from tpllama.quantization.recipes import RECIPES, Recipe
 from tpllama.quantization.stored import recognize
+from tpllama.start import draw_blueprint
 
 MakeCheckpoint = Callable[..., Path]
 Shapes = dict[str, tuple[int, ...]]
@@ -201,15 +202,13 @@ def recipe_named(name: str) -> Recipe:
     return recipe
 
 
-def said_of(name: str) -> tuple[str, dict[str, Any], Shapes]:
-    """Class, attributes and shapes of the parts that torchao writes for a weight of a recipe [64, 128]."""
+def said_of(name: str) -> tuple[str, dict[str, Any], Shapes, dict[str, str]]:
+    """Class, attributes, shapes and dtypes of the parts that torchao writes for a weight of a recipe [64, 128]."""
     weight = quantize(torch.randn(64, 128), recipe_named(name), slice(0, 128))
     said = json.loads(description(weight))
-    return (
-        said["_type"],
-        said["_data"],
-        {part: tuple(getattr(weight, part).shape) for part in said["_tensor_data_names"]},
-    )
+    parts = {part: getattr(weight, part) for part in said["_tensor_data_names"]}
+    shapes = {part: tuple(values.shape) for part, values in parts.items()}
+    return said["_type"], said["_data"], shapes, {part: str(values.dtype)[6:] for part, values in parts.items()}
 
 
 ON_CPU = [
@@ -219,12 +218,33 @@ ON_CPU = [
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_every_recipe_is_recognized(name: str) -> None:
-    kind, attributes, shapes = said_of(name)
-    form = recognize("a.weight", kind, attributes, shapes)
+    kind, attributes, shapes, dtypes = said_of(name)
+    form = recognize("a.weight", kind, attributes, shapes, dtypes)
     assert (form.kind, form.recipe, form.shape, form.one_scale) == (kind, recipe_named(name), (64, 128), False)
     weight = quantize(torch.randn(64, 128), recipe_named(name), slice(0, 128))
     _, objects = weight.__tensor_flatten__()  # type: ignore[attr-defined]
-    assert recognize("a.weight", kind, objects, shapes) == form
+    assert recognize("a.weight", kind, objects, shapes, dtypes) == form
+    half = dtypes | {part: "bfloat16" for part, dtype in dtypes.items() if dtype == "float32"}
+    assert recognize("a.weight", kind, attributes, shapes, half) == form
+    short = {"int8": "i8", "float32": "f32", "bfloat16": "bf16", "float8_e4m3fn": "f8_e4m3"}
+    for known in (dtypes, half):
+        spelled = {part: short[dtype] for part, dtype in known.items()}
+        assert recognize("a.weight", kind, attributes, shapes, spelled) == form
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("dtype", ["i16", "float8_e5m2", "f8_e5m2", "bool", "u8", "float32", "i4", ""])
+def test_parts_of_dtypes_that_no_recipe_makes(name: str, dtype: str) -> None:
+    kind, attributes, shapes, dtypes = said_of(name)
+    for part, usual in dtypes.items():
+        if (dtype == "float32" and part != "qdata" and usual != "int8") or (dtype == "u8" and kind == "Int4Tensor"):
+            continue
+        spelled = {"i16": "int16", "u8": "uint8", "i4": "int4", "f8_e5m2": "float8_e5m2"}.get(dtype, dtype)
+        words = (
+            rf"^found a\.weight stored as torchao's {kind}: it has a {part} of dtype torch\.{spelled}, where .*{usual}"
+        )
+        with pytest.raises(UserError, match=words):
+            recognize("a.weight", kind, attributes, shapes, dtypes | {part: dtype})
 
 
 def act(**changes: Any) -> dict[str, Any]:
@@ -244,10 +264,10 @@ PER_TENSOR: dict[str, Any] = {"granularity": {"_type": "PerTensor", "_data": {}}
 
 
 def test_fp8_with_dynamic_activations() -> None:
-    kind, attributes, shapes = said_of("fp8wo")
-    assert recognize("a.weight", kind, attributes | act(), shapes).recipe.name == "fp8dq-per_row"
+    kind, attributes, shapes, dtypes = said_of("fp8wo")
+    assert recognize("a.weight", kind, attributes | act(), shapes, dtypes).recipe.name == "fp8dq-per_row"
     whole, one = attributes | {"block_size": [64, 128]}, shapes | {"scale": (1, 1)}
-    form = recognize("a.weight", kind, whole | act(**PER_TENSOR), one)
+    form = recognize("a.weight", kind, whole | act(**PER_TENSOR), one, dtypes)
     assert (form.recipe.name, form.one_scale) == ("fp8dq-per_tensor", True)
 
 
@@ -281,9 +301,9 @@ def test_fp8_with_dynamic_activations() -> None:
     ids=str,
 )
 def test_attributes_that_no_recipe_makes(recipe: str, changes: dict[str, Any], shapes: Shapes, word: str) -> None:
-    kind, attributes, usual = said_of(recipe)
+    kind, attributes, usual, dtypes = said_of(recipe)
     with pytest.raises(UserError, match=rf"^found a\.weight stored as torchao's {kind}: .*, expected ") as caught:
-        recognize("a.weight", kind, attributes | changes, usual | shapes)
+        recognize("a.weight", kind, attributes | changes, usual | shapes, dtypes)
     assert word in str(caught.value)
 
 
@@ -299,16 +319,16 @@ def test_attributes_that_no_recipe_makes(recipe: str, changes: dict[str, Any], s
 )
 def test_classes_that_no_recipe_makes(kind: str, word: str) -> None:
     with pytest.raises(UserError, match=rf"^found a\.weight stored as torchao's {kind}: .*{word}.*, expected "):
-        recognize("a.weight", kind, {}, {"qdata": (8, 8), "scale_and_zero": (8, 8, 2)})
+        recognize("a.weight", kind, {}, {"qdata": (8, 8), "scale_and_zero": (8, 8, 2)}, {"qdata": "int32"})
 
 
 def test_a_description_nested_without_end() -> None:
-    kind, attributes, shapes = said_of("int8wo")
+    kind, attributes, shapes, dtypes = said_of("int8wo")
     deep: Any = 1
     for _ in range(3000):
         deep = {"_data": {"a": deep}}
     with pytest.raises(UserError, match="nested too deeply"):
-        recognize("a.weight", kind, attributes | {"reduce_range": deep}, shapes)
+        recognize("a.weight", kind, attributes | {"reduce_range": deep}, shapes, dtypes)
 
 
 def change_shards(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], object]) -> None:
@@ -358,10 +378,75 @@ def test_int8_weights_with_zero_points(model: Path, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], values) for name, values in expected.items())
     change_shards(saved, lambda tensors, _: tensors[part][7].fill_(1))
-    with pytest.raises(
-        UserError, match=r"^found a zero_point that is not 0 in a weight stored as torchao's Int8Tensor"
-    ):
+    words = (
+        r"^found model\.layers\.0\.mlp\.up_proj\.weight stored as torchao's Int8Tensor with a zero_point that is not 0"
+    )
+    with pytest.raises(UserError, match=words):
         weights_of(saved)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_dtypes_are_checked_before_any_weight_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    saved = save_by_transformers(model, KNOWN["int8 per row"], tmp_path / "saved", form)
+    part = "model.layers.1.mlp.down_proj._weight_scale"
+    if form == "safetensors":
+        change_shards(saved, lambda tensors, _: tensors.update({k: v.int() for k, v in tensors.items() if k == part}))
+    else:
+        state = torch.load(saved / "pytorch_model.bin", weights_only=False)
+        weight = state["model.layers.1.mlp.down_proj.weight"]
+        weight.scale = weight.scale.int()
+        torch.save(state, saved / "pytorch_model.bin")
+    checkpoint = open_checkpoint(str(saved))
+    monkeypatch.setattr(checkpoint, "read", None)
+    words = r"^found model\.layers\.1\.mlp\.down_proj\.weight stored .*: it has a scale of dtype torch\.int32, where "
+    with pytest.raises(UserError, match=words):
+        draw_blueprint(EngineConfig(str(saved), device="cpu"), checkpoint)
+
+
+def strict_logits(path: Path) -> Tensor:
+    with LLM(str(path), dtype="float32", device="cpu", strict=True) as llm:
+        return llm.logits(TOKENS)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_torchaos_rows_of_zeros_in_float8_are_zeros(model: Path, tmp_path: Path, form: str) -> None:
+    """torchao writes NaN there, beside a scale of zero."""
+    zeroed = Path(shutil.copytree(model, tmp_path / "zeroed"))
+    weight = "model.layers.0.mlp.up_proj.weight"
+    change_shards(zeroed, lambda tensors, _: tensors[weight][5].fill_(0))
+    saved = save_by_transformers(zeroed, KNOWN["fp8 per row"], tmp_path / "saved", form)
+    part = "model.layers.0.mlp.up_proj._weight_qdata"
+    read = open_checkpoint(str(saved)).read(part, (slice(5, 6), slice(0, 96)))
+    assert read.float().isnan().all()
+    with LLM(str(zeroed), dtype="float32", device="cpu", torchao_config="fp8wo") as llm:
+        expected = llm.logits(TOKENS)
+    assert expected.isfinite().all()
+    assert torch.equal(logits(saved), expected)
+    assert torch.equal(strict_logits(saved), expected)
+    assert not weights_of(saved)[weight]["qdata"][5].float().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("fp8 per row", "qdata"), ("fp8 per row", "scale"), ("int8 per row", "scale"), ("8da4w", "scale")],
+)
+def test_values_that_are_no_numbers_in_stored_weights_under_strict(
+    model: Path, tmp_path: Path, name: str, part: str
+) -> None:
+    saved = save_by_transformers(model, KNOWN[name], tmp_path / "saved", "safetensors")
+    strict_logits(saved)
+    changed = f"model.layers.1.mlp.up_proj._weight_{part}"
+
+    def change(tensors: dict[str, Tensor], _: object) -> None:
+        if changed in tensors:
+            tensors[changed][7, 0] = torch.nan
+
+    change_shards(saved, change)
+    logits(saved)
+    with pytest.raises(UserError, match=r"no finite number in tensor model\.layers\.1\.mlp\.up_proj\.weight, "):
+        strict_logits(saved)
 
 
 def test_the_first_versions_pickles(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,21 +7,19 @@ lends. Which files of a form are its weights is weight_set.py's concern, what is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from tpllama.checkpoint.adapter import AdaptedCheckpoint, AdapterFiles, base_model, find_adapter, open_adapter
-from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, read_tokenizer
+from tpllama.checkpoint.adapted import AdaptedCheckpoint
+from tpllama.checkpoint.adapter import AdapterFiles, base_model, find_adapter, open_adapter
+from tpllama.checkpoint.assembled import Assembled
+from tpllama.checkpoint.huggingface import HuggingFaceCheckpoint, has_tokenizer, read_tokenizer
 from tpllama.checkpoint.meta import MetaCheckpoint
-from tpllama.checkpoint.open import Checkpoint, StoredWeight, TensorInfo, open_checkpoint
+from tpllama.checkpoint.open import Checkpoint, open_checkpoint
 from tpllama.checkpoint.paths import check_inside
 from tpllama.checkpoint.weight_set import WeightSet, find_weights
 from tpllama.config import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerBase
 
 # Folders of one training run, each a whole model: torchtune's, the Hugging Face trainer's, llama-stack's.
 _EPOCH = re.compile(r"(?P<run>epoch_|step_|checkpoint-|.+-sft-)(?P<number>\d+)")
@@ -40,7 +38,7 @@ def open_directory(path: Path, weights: bool = True, base: str | None = None) ->
                 return found
         if base is not None and not weights:
             return open_checkpoint(base, weights=False)
-        raise UserError(f"found no model in {path} ({_content(path)}), {_what_instead(path)}")
+        raise UserError(f"found no model in {path} ({_content(path)}), expected {_what_instead(path)}")
     except OSError as error:
         raise UserError(
             f"found {error.filename or path} unreadable ({error.strerror}), expected the files of a model, check its "
@@ -87,7 +85,7 @@ def _open_original(path: Path, weights: bool, base: str | None) -> Checkpoint | 
     found = find_weights(original) if must_hold else None
     if must_hold and found is None:
         return None
-    return _meta(original, found if weights else None, base, [lambda: _fast_tokenizer(path)])
+    return _meta(original, found if weights else None, base, [path])
 
 
 def _check_links(path: Path) -> None:
@@ -98,34 +96,32 @@ def _check_links(path: Path) -> None:
 
 
 def _huggingface(path: Path, found: WeightSet | None, base: str | None, notes: tuple[str, ...] = ()) -> Checkpoint:
-    lender = _lender(path, "config.json", base)
+    lender, unneeded = _lender(path, "config.json", base, has_tokenizer(path))
     fields = lender.fields if lender and not (path / "config.json").is_file() else None
     whole = HuggingFaceCheckpoint(path, found, fields)
-    return _Assembled(whole, lender, [whole.tokenizer], notes)
+    return Assembled(whole, lender, [whole.tokenizer], (*notes, *unneeded))
 
 
 def _meta(
-    path: Path, found: WeightSet | None, base: str | None, tokenizers: Sequence[_Tokenizer] = (),
-    notes: tuple[str, ...] = (),
-) -> Checkpoint:  # fmt: skip
-    lender = _lender(path, "params.json", base)
+    path: Path, found: WeightSet | None, base: str | None, folders: Sequence[Path] = (), notes: tuple[str, ...] = ()
+) -> Checkpoint:
+    """Meta's form. `folders` may hold Hugging Face's tokenizer, as may `path` itself."""
+    folders = [folder for folder in (*folders, path) if (folder / "tokenizer.json").is_file()]
+    has_own = bool(folders) or (path / "tokenizer.model").is_file()
+    lender, unneeded = _lender(path, "params.json", base, has_own)
     fields = lender.fields if lender and not (path / "params.json").is_file() else None
     whole = MetaCheckpoint(path, found.files if found else (), fields)
-    own = [lambda: _fast_tokenizer(path), whole.tokenizer]
-    return _Assembled(whole, lender, [*tokenizers, *own], notes)
+    tokenizers = [partial(read_tokenizer, folder) for folder in folders]
+    return Assembled(whole, lender, [*tokenizers, whole.tokenizer], (*notes, *unneeded))
 
 
-def _fast_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
-    """Hugging Face's tokenizer, of which Meta's directories have none but what is in tokenizer.model."""
-    return read_tokenizer(path) if (path / "tokenizer.json").is_file() else None
-
-
-def _lender(path: Path, config: str, base: str | None) -> Checkpoint | None:
-    """The base model, opened for its config and tokenizer."""
-    if base is not None:
-        return open_checkpoint(base, weights=False)
-    if (path / config).is_file():
-        return None
+def _lender(path: Path, config: str, base: str | None, has_tokenizer: bool) -> tuple[Checkpoint | None, list[str]]:
+    """The base model, opened for its config and tokenizer where either lacks, and a note where none does."""
+    has_config = (path / config).is_file()
+    if base is not None and not (has_config and has_tokenizer):
+        return open_checkpoint(base, weights=False), []
+    if has_config:
+        return None, [f"{path} has config and tokenizer: --llama-model {base} is not read"] if base else []
     raise UserError(
         f"found weights but no {config} in {path}, expected it beside them, give the model that was fine-tuned: "
         f"--llama-model BASE"
@@ -135,7 +131,7 @@ def _lender(path: Path, config: str, base: str | None) -> Checkpoint | None:
 def _adapted(path: Path, adapter: AdapterFiles, weights: bool, base: str | None) -> Checkpoint:
     whole = _base_of(path, adapter, weights, base)
     merged = AdaptedCheckpoint(whole, open_adapter(adapter)) if weights else whole
-    return _Assembled(merged, whole, [lambda: read_tokenizer(path)])
+    return Assembled(merged, whole, [lambda: read_tokenizer(path)])
 
 
 def _base_of(path: Path, adapter: AdapterFiles, weights: bool, base: str | None) -> Checkpoint:
@@ -184,8 +180,11 @@ def _epochs(path: Path) -> list[Path]:
 
 
 def _open_newest(path: Path, weights: bool, base: str | None) -> Checkpoint | None:
-    """The newest epoch that is complete. Raises UserError where there are epochs and none is."""
-    epochs, skipped = _epochs(path), list[str]()
+    """The newest epoch that is complete. Raises UserError where there are epochs and none is.
+
+    None where there are no epochs, and where all lack nothing but the config that the base lends.
+    """
+    epochs, skipped, failed = _epochs(path), list[str](), False
     if not epochs:
         return None
     for epoch in epochs:
@@ -193,11 +192,14 @@ def _open_newest(path: Path, weights: bool, base: str | None) -> Checkpoint | No
             checkpoint = _open_own(check_inside(epoch), weights, base)
         except (UserError, OSError) as error:
             skipped.append(f"skipped {epoch.name}: {error}")
+            failed = True
             continue
         if checkpoint is not None:
             notes = (*skipped, f"of {len(epochs)} epochs in {path}, {epoch.name} is the newest complete one")
-            return _Assembled(checkpoint, None, [checkpoint.tokenizer], notes)
+            return Assembled(checkpoint, None, [checkpoint.tokenizer], notes)
         skipped.append(f"skipped {epoch.name}: no model in it ({_content(epoch)})")
+    if base is not None and not weights and not failed:
+        return None  # Epochs of weights alone: the base's config is theirs.
     raise UserError(
         f"found {len(epochs)} epochs in {path} and no complete one ({'; '.join(skipped)}), expected one with config "
         f"and weights, give a base model (--llama-model) if these lack theirs"
@@ -213,47 +215,15 @@ def _content(path: Path) -> str:
 
 
 def _what_instead(path: Path) -> str:
-    """What was looked for, and what to do about a directory without it."""
+    """What was expected, and what to do about a directory without it."""
     if files := sorted(path.glob("*.gguf")):
-        return f"expected Hugging Face's or Meta's form, pass the GGUF file itself: {files[0]}"
+        return f"Hugging Face's or Meta's form, pass the GGUF file itself: {files[0]}"
     if (path / "config.json").is_file() or (path / "params.json").is_file():
         return (
-            "expected weights beside the config: model.safetensors, pytorch_model.bin or their shards, "
+            "weights beside the config: model.safetensors, pytorch_model.bin or their shards, "
             "consolidated.NN.pth, or an adapter, download them"
         )
     return (
-        "expected config.json with model*.safetensors, params.json with consolidated.NN.pth (also in original/), "
+        "config.json with model*.safetensors, params.json with consolidated.NN.pth (also in original/), "
         "an adapter, or epoch_N/ with one of these, check the path"
     )
-
-
-_Tokenizer = Callable[[], "PreTrainedTokenizerBase | None"]
-
-
-class _Assembled:
-    """A checkpoint with remarks, whose tokenizer is the first that is found, the lender's last."""
-
-    def __init__(
-        self, whole: Checkpoint, lender: Checkpoint | None, tokenizers: Sequence[_Tokenizer],
-        notes: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self._whole = whole
-        self._tokenizers = [*tokenizers, lender.tokenizer] if lender else tokenizers
-        self.path: Path = whole.path
-        self.files: tuple[Path, ...] = whole.files
-        self.base_path: Path | None = lender.path if lender else whole.base_path
-        self.notes: tuple[str, ...] = (*notes, *whole.notes)
-        self.fields: Mapping[str, Any] = whole.fields
-        self.tensors: Mapping[str, TensorInfo] = whole.tensors
-        self.quantized: Mapping[str, StoredWeight] = whole.quantized
-        lent = lender.eos_token_ids if lender else ()
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*whole.eos_token_ids, *lent)))
-
-    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        return self._whole.read(name, index)
-
-    def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
-        self._whole.prefetch(name, index)
-
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return next((found for tokenizer in self._tokenizers if (found := tokenizer()) is not None), None)

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpllama.checkpoint.open import Checkpoint, StoredWeight, TensorInfo
+from tpllama.checkpoint.tiles import TILE, tiles
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-# Each tile has its own generator, so a slice costs the tiles it touches and no more memory.
-_TILE = (256, 1024)
 _STD = 0.02
 _BOUND = _STD * 3**0.5  # A uniform distribution on [-a, a] has the standard deviation a / sqrt(3).
 
@@ -81,20 +80,12 @@ class DummyCheckpoint:
         """Writes rows x columns of the made-up matrix into `part`, tile by tile."""
         import torch
 
-        generator, tile = torch.Generator(), torch.empty(_TILE)
-        for top in range(rows.start // _TILE[0] * _TILE[0], rows.stop, _TILE[0]):
-            for left in range(columns.start // _TILE[1] * _TILE[1], columns.stop, _TILE[1]):
-                generator.manual_seed(_tile_seed(self._seed, name, top, left))
-                tile.uniform_(-_BOUND, _BOUND, generator=generator)
-                in_rows, to_rows = _overlap(rows, top, _TILE[0])
-                in_columns, to_columns = _overlap(columns, left, _TILE[1])
-                part[to_rows, to_columns] = tile[in_rows, in_columns]
-
-
-def _overlap(wanted: slice, start: int, size: int) -> tuple[slice, slice]:
-    """Where a tile at `start` and `wanted` overlap: within the tile, and within the result."""
-    first, last = max(wanted.start, start), min(wanted.stop, start + size)
-    return slice(first - start, last - start), slice(first - wanted.start, last - wanted.start)
+        # Each tile has its own generator, so a slice costs the tiles it touches and no more memory.
+        generator, tile = torch.Generator(), torch.empty(TILE)
+        for corner, inside, target in tiles(rows, columns):
+            generator.manual_seed(_tile_seed(self._seed, name, *corner))
+            tile.uniform_(-_BOUND, _BOUND, generator=generator)
+            part[target] = tile[inside]
 
 
 def _tile_seed(seed: int, name: str, top: int, left: int) -> int:

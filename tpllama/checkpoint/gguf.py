@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from tpllama.checkpoint.gguf_config import config_fields, eos_token_ids
 from tpllama.checkpoint.gguf_reader import open_gguf
 from tpllama.checkpoint.gguf_tokenizer import build_tokenizer
 from tpllama.checkpoint.open import StoredWeight, TensorInfo
-from tpllama.checkpoint.rotary_rows import from_interleaved, is_rotated
+from tpllama.checkpoint.rotary_rows import is_rotated, read_rotated
 from tpllama.config import UserError
 
 if TYPE_CHECKING:
@@ -54,9 +55,10 @@ class GgufCheckpoint:
         import torch
 
         tensor = self._stored[name]
-        part = _dequantized(tensor, index)
         if is_rotated(name):
-            part = from_interleaved(part, self.fields["head_dim"])
+            part = read_rotated(partial(_dequantized, tensor), index, self.fields["head_dim"])
+        else:
+            part = _dequantized(tensor, index)
         # BF16 has no numpy type; it comes as 16-bit integers.
         values = torch.from_numpy(np.array(part, order="C"))
         return values.view(torch.bfloat16) if tensor.tensor_type == GGMLQuantizationType.BF16 else values

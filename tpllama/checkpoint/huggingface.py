@@ -34,7 +34,6 @@ class HuggingFaceCheckpoint:
     """
 
     base_path: Path | None = None
-    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, weights: WeightSet | None = None, fields: Mapping[str, Any] | None = None) -> None:
         self.path = path
@@ -52,8 +51,12 @@ class HuggingFaceCheckpoint:
             files = [open_weight_file(file, floats_only=not is_quantized) for file in weights.files]
             self._files = _by_tensor(files, weights.weight_map)
             self.quantized = _quantized(files, self._files)
+        self.notes: tuple[str, ...] = ()
+        if self.fields.get("quantization_config") and not self.quantized:
+            which = "those in the files" if weights else "made-up ones"
+            self.notes = (f"the config in {path} says that weights are quantized; {which} are not",)
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(file.shapes[name]) for name, file in self._files.items()
+            name: TensorInfo(file.shapes[name], file.dtypes[name]) for name, file in self._files.items()
         }
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -64,6 +67,11 @@ class HuggingFaceCheckpoint:
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return read_tokenizer(self.path)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory has a tokenizer's files."""
+    return any((path / file).is_file() for file in _TOKENIZER_FILES)
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:

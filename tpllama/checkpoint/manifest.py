@@ -28,6 +28,13 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], files: Iterable[Path]
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
 
 
+def source_identity(file: Path) -> dict[str, Any]:
+    """A file's size in bytes, and the SHA-256 of its first bytes: of a source, which may be too large to read twice."""
+    with file.open("rb") as stream:
+        start = stream.read(_BLOCK_BYTES)
+    return {"bytes": file.stat().st_size, "sha256_of_first_4_mib": hashlib.sha256(start).hexdigest()}
+
+
 def identity(file: Path) -> dict[str, Any]:
     """A file's size in bytes, its SHA-256, and for safetensors that of the header alone."""
     whole = hashlib.sha256()

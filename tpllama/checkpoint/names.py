@@ -54,6 +54,12 @@ def from_meta(name: str) -> str | None:
     return _renamed(_META_NAME.fullmatch(name), _META_TOP, _META_LAYER)
 
 
+def part_name(weight: str, part: str) -> str:
+    """torchao's name in safetensors for one of the plain tensors that the quantized `weight` consists of."""
+    module, _, kind = weight.rpartition(".")
+    return f"{module}._{kind}_{part}"
+
+
 def _renamed(match: re.Match[str] | None, top: Mapping[str, str], in_layer: Mapping[str, str]) -> str | None:
     if match is None:
         return None

@@ -23,9 +23,13 @@ EMBEDDED_MODEL = "smollm2"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape of a stored tensor, in Hugging Face's orientation: (out_features, in_features)."""
+    """Shape of a stored tensor, in Hugging Face's orientation: (out_features, in_features).
+
+    dtype: in lower case, as safetensors or torch spells it; empty where a reader converts.
+    """
 
     shape: tuple[int, ...]
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,10 @@ def open_checkpoint(model: str, weights: bool = True, base: str | None = None) -
         from tpllama.checkpoint.gguf import GgufCheckpoint
 
         if base is not None:
-            raise UserError(f"found --llama-model {base} with the GGUF model {model}, which is whole, leave it out")
+            raise UserError(
+                f"found --llama-model {base} with the GGUF model {model}, expected no base of a model that is whole, "
+                f"leave it out"
+            )
         return GgufCheckpoint(_embedded_path() if model == EMBEDDED_MODEL else path)
     if path.is_file():
         raise UserError(f"found file {model}, expected a directory or a .gguf file, pass the model's directory")
@@ -133,7 +140,7 @@ def _path(model: str) -> Path:
         path = Path(model).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"found model {model[:80]!r}, which can't be a path ({first_line(error)[:80]})") from None
+        raise UserError(f"found model {model[:80]!r}, expected a path ({first_line(error)[:80]}), correct it") from None
     return path
 
 

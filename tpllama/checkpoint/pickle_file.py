@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from tpllama.checkpoint.names import part_name
 from tpllama.checkpoint.open import StoredWeight, first_line
 from tpllama.config import UserError
 
@@ -50,8 +51,7 @@ class PickleFile:
             tensors = {part: getattr(value, part) for part in part_names}
         except Exception as error:  # A class of torchao's whose attributes are missing or others.
             raise damaged(self.path, error) from error
-        module, _, kind = name.rpartition(".")
-        parts = {part: f"{module}._{kind}_{part}" for part in tensors}
+        parts = {part: part_name(name, part) for part in tensors}
         self._state |= {parts[part]: _plain(self.path, name, tensor) for part, tensor in tensors.items()}
         self.stored[name] = StoredWeight(type(value).__name__, attributes, parts)
 

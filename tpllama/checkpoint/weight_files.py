@@ -8,6 +8,7 @@ safetensors.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import mmap
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
+from tpllama.checkpoint.names import part_name
 from tpllama.checkpoint.open import StoredWeight
 from tpllama.checkpoint.paths import check_inside
 from tpllama.checkpoint.pickle_file import BUFFERS, PickleFile, damaged
@@ -24,6 +26,8 @@ from tpllama.config import UserError
 if TYPE_CHECKING:
     import torch
 
+# The system reads no more for one call of madvise than the disk's read_ahead_kb, 128 KiB unless it is set.
+_FETCHED = 128 << 10
 # As safetensors and as torch spell them.
 _FLOATING = ("f16", "bf16", "f32", "f64", "float16", "bfloat16", "float32", "float64")
 
@@ -85,12 +89,21 @@ def fetch_pages(view: torch.Tensor) -> None:
     """Has the system read the pages under a view of a mapped file, where they aren't in memory."""
     import torch
 
+    if view.dim() == 2 and view.stride(1) != 1:  # .bin files may hold a matrix transposed
+        view = view.T
     if view.is_contiguous() and view.numel() and hasattr(mmap, "MADV_WILLNEED"):
-        start = view.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        size = view.data_ptr() + view.numel() * view.element_size() - start
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
-    elif view.numel():  # columns: a byte of each page, and none of the pages between
+        madvise = _libc().madvise
+        start, end = view.data_ptr(), view.data_ptr() + view.numel() * view.element_size()
+        for chunk in range(start // _FETCHED * _FETCHED, end, _FETCHED):
+            first, last = max(chunk, start // mmap.PAGESIZE * mmap.PAGESIZE), min(chunk + _FETCHED, end)
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_WILLNEED)
+    elif view.numel() and view.stride(-1) == 1:  # columns: a byte of each page, and none of the pages between
         view.view(torch.uint8)[..., :: mmap.PAGESIZE].sum()
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 class SafetensorsFile:
@@ -126,8 +139,7 @@ def _stored_weights(metadata: Mapping[str, str], path: Path) -> Iterator[tuple[s
             said = json.loads(metadata[name])
             if said["_type"] == "Tensor":
                 continue
-            module, _, kind = name.rpartition(".")
-            parts = {str(part): f"{module}._{kind}_{part}" for part in said["_tensor_data_names"]}
+            parts = {str(part): part_name(name, part) for part in said["_tensor_data_names"]}
             yield name, StoredWeight(str(said["_type"]), dict(said["_data"]), parts)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from error

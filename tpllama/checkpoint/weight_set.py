@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,14 @@ from tpllama.config import UserError
 
 Form = Literal["huggingface", "meta"]
 
-# A whole file, numbered shards, an index of shards: of each kind, in order of preference.
+# A whole file, numbered shards, an index of shards: of each kind, in order of preference. ft- is torchtune's 0.5.
 _HF_KINDS = {
-    "safetensors": ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
-    "bin": ("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"),
+    "safetensors": (
+        "model.safetensors",
+        ("model-*-of-*.safetensors", "ft-model-*-of-*.safetensors"),
+        "model.safetensors.index.json",
+    ),
+    "bin": ("pytorch_model.bin", ("pytorch_model-*-of-*.bin",), "pytorch_model.bin.index.json"),
 }
 # torchtune's before it wrote folders per epoch: hf_model_SHARD_EPOCH.pt and meta_model_EPOCH.pt.
 _OLD_HF = re.compile(r"hf_model_(?P<shard>\d+)_(?P<epoch>\d+)\.(pt|safetensors)")
@@ -68,13 +72,13 @@ def find_weights(path: Path) -> WeightSet | None:
         )
     if len(sets) > 1:
         note = f"{sets[0].files[0].name} is read, {sets[1].files[0].name} beside it is not"
-        return WeightSet(sets[0].form, sets[0].files, sets[0].weight_map, (note,))
+        return replace(sets[0], notes=(*sets[0].notes, note))
     return next(iter((*first_hf, *others)), None)
 
 
 def _huggingface(path: Path, kind: str) -> WeightSet | None:
-    whole, pattern, index = _HF_KINDS[kind]
-    shards = sorted(path.glob(pattern))
+    whole, patterns, index = _HF_KINDS[kind]
+    shards = sorted(shard for pattern in patterns for shard in path.glob(pattern))
     has_whole, has_index = (path / whole).is_file(), (path / index).is_file()
     if has_index:
         found = _indexed(path / index)
@@ -82,7 +86,9 @@ def _huggingface(path: Path, kind: str) -> WeightSet | None:
             raise UserError(
                 f"found both {whole} and {index}, which names other files, in {path}, expected one, remove the other"
             )
-        return found
+        stale = [shard.name for shard in shards if shard not in found.files]
+        note = f"{', '.join(stale[:3])}{', ...' * (len(stale) > 3)}, not named by {index} in {path}: not read"
+        return replace(found, notes=(note,)) if stale else found
     if has_whole and shards:
         raise UserError(f"found both {whole} and {shards[0].name} in {path}, expected one, remove the other")
     if has_whole:

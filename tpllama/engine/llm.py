@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class LLM:
         debug: bool = False, on_rank_death: Callable[[Death], None] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self._preparation = Preparation(model, tp, torchao_config, debug=debug, on_rank_death=on_rank_death, **options)
+        for line in self._preparation.checkpoint.notes if self._preparation.place.rank == 0 else ():
+            logging.getLogger("tpllama").warning(line)
         self._engine = self._preparation.load()
 
     @classmethod

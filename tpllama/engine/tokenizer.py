@@ -61,7 +61,10 @@ class Tokenizer:
         try:
             rendered = self._given().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
-            raise UserError(f"found a conversation that the model's chat template refuses ({error})") from None
+            raise UserError(
+                f"found a conversation that the model's chat template refuses ({error}), expected roles and an order "
+                f"that it knows, change the messages"
+            ) from None
         return self._given().encode(_checked(rendered), add_special_tokens=False)
 
     def decode(self, token_ids: SequenceOf[int]) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,16 +17,31 @@ from torch import Tensor, nn
 
 from tpllama.quantization.recipes import Recipe
 
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
 
 @dataclass(frozen=True)
 class Layout:
     """How a class stores a weight [rows, columns].
 
-    columns_per_element: of qdata. scales_by_group_first: scales are [groups, rows], where others are [rows, groups].
+    parts: the dtypes that each part may have in a file, none where files of the class aren't read. all_zero: parts
+    that hold zeros alone, and that older files leave out. grouped: a scale is of a group of columns of a row, else of
+    a row or the whole. columns_per_element: of qdata. scales_by_group_first: scales are [groups, rows], where others
+    are [rows, groups].
     """
 
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    all_zero: tuple[str, ...] = ()
+    grouped: bool = False
     columns_per_element: int = 1
     scales_by_group_first: bool = False
+
+    def shape(self, part: str, rows: int, columns: int, block: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a part, where `block` [rows, columns] of the weight share a scale."""
+        if part == "qdata":
+            return rows, columns // self.columns_per_element
+        scales = rows // block[0], columns // block[1]
+        return scales[::-1] if self.scales_by_group_first else scales
 
     def row_dim(self, part: str) -> int:
         """The dimension of a part that follows the weight's rows."""
@@ -41,7 +56,17 @@ class Layout:
         return (groups, rows) if self.scales_by_group_first else (rows, groups)
 
 
-_LAYOUTS = {"Int4Tensor": Layout(columns_per_element=2, scales_by_group_first=True)}
+_LAYOUTS = {
+    "Int8Tensor": Layout({"qdata": ("int8",), "scale": _FLOATS, "zero_point": ("int8",)}, all_zero=("zero_point",)),
+    "Float8Tensor": Layout({"qdata": ("float8_e4m3fn",), "scale": _FLOATS}),
+    "IntxUnpackedToInt8Tensor": Layout(
+        {"qdata": ("int8",), "scale": _FLOATS, "zero_point": ("int8",)}, grouped=True
+    ),
+    "Int4Tensor": Layout(
+        {"qdata": ("int8", "uint8"), "scale": _FLOATS, "zero_point": _FLOATS},
+        grouped=True, columns_per_element=2, scales_by_group_first=True,
+    ),
+}  # fmt: skip
 
 
 def layout_of(kind: str) -> Layout:
@@ -69,10 +94,15 @@ def quantize_plain(weight: Tensor, recipe: Recipe) -> Tensor:
     linear = _Carrier(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     quantize_(linear, recipe.config())
-    quantized: Any = linear.weight.detach()
-    if recipe.family.kind == "float8":  # torchao divides zeros by their scale, which is zero: that is no number
-        quantized.qdata.view(torch.uint8).masked_fill_(quantized.scale == 0, 0)
-    return quantized
+    return with_zeros(linear.weight.detach(), recipe)
+
+
+def with_zeros(weight: Any, recipe: Recipe) -> Tensor:
+    """A recipe's tensor, its rows of zeros made zeros in place: torchao divides them by their scale, 0, to NaN."""
+    if recipe.family.kind == "float8":
+        weight.qdata.view(torch.uint8).masked_fill_(weight.scale == 0, 0)
+    whole: Tensor = weight
+    return whole
 
 
 def blank(recipe: Recipe, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

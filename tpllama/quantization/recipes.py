@@ -211,7 +211,9 @@ def _read_map(path: Path) -> dict[str, str]:
     try:
         rules = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:
-        raise UserError(f"found no readable recipe map {path}: {error.strerror}, check the path after @") from None
+        raise UserError(
+            f"found no readable recipe map {path} ({error.strerror}), expected a JSON file, check the path after @"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"found invalid JSON in {path}: {error}, expected an object of pattern: recipe") from None
     if not isinstance(rules, dict) or not rules or not all(isinstance(value, str) for value in rules.values()):

@@ -43,12 +43,15 @@ def decide(shapes: Mapping[str, tuple[int, int]], recipes: RecipeMap, strict: bo
     asked = any(recipe is not None for _, recipe in recipes.rules)
     if asked and not any(decision.recipe for decision in decisions.values()):
         reason = next((each.reason for each in decisions.values() if each.reason != _NO_RECIPE), _NO_RECIPE)
-        raise UserError(f"found no layer that {recipes.name} can quantize ({reason}), choose another recipe or none")
+        raise UserError(
+            f"found no layer that {recipes.name} can quantize ({reason}), expected at least one, choose another recipe "
+            f"or none"
+        )
     return decisions
 
 
 def decide_stored(
-    shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, Recipe], asked: RecipeMap
+    shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, Recipe], asked: RecipeMap, strict: bool
 ) -> tuple[RecipeMap, dict[str, Decision]]:
     """What the files themselves decide, for a checkpoint with quantized linear modules, and the map that says so.
 
@@ -61,7 +64,7 @@ def decide_stored(
             )
     names = sorted({recipe.name for recipe in stored.values()})
     if any(recipe is not None for _, recipe in asked.rules):
-        wanted = {name: decision.recipe for name, decision in decide(shapes, asked, strict=False).items()}
+        wanted = {name: decision.recipe for name, decision in decide(shapes, asked, strict).items()}
         different = [name for name in shapes if wanted[name] != stored.get(name)]
         if different:
             is_now = recipe.name if (recipe := stored.get(different[0])) else "unquantized"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,9 @@ import torch
 from torch import Tensor
 
 from tpllama.config import UserError
-from tpllama.quantization.neutral import assemble, blank, layout_of, parts_of
+from tpllama.quantization.neutral import assemble, blank, layout_of, parts_of, with_zeros
 from tpllama.quantization.recipes import FAMILIES, Recipe
 
-_PARTS = {
-    "Int8Tensor": ("qdata", "scale"),
-    "Float8Tensor": ("qdata", "scale"),
-    "IntxUnpackedToInt8Tensor": ("qdata", "scale", "zero_point"),
-    "Int4Tensor": ("qdata", "scale", "zero_point"),
-}
-# Nothing but zeros is known there.
-_ZEROS = {"Int8Tensor": ("zero_point",)}
 _REFUSED = {
     "Int4TilePackedTo4dTensor": "it is packed for one GPU kernel and can't be sliced",
     "Int4PlainInt32Tensor": "it is packed for one device",
@@ -41,6 +34,7 @@ class StoredForm:
     kind: torchao's class. parts: the names of its parts, "qdata" first. one_scale: a single scale for all of it.
     """
 
+    name: str
     kind: str
     recipe: Recipe
     shape: tuple[int, int]
@@ -56,37 +50,44 @@ class StoredForm:
         return slices
 
     def assemble(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The neutral tensor of slices of the parts, for a model in `dtype`.
+        """The neutral tensor of slices of the parts, which it may keep and change, for a model in `dtype`.
 
         Its integers and scales are those in the files; scales that follow the model's dtype are converted to it.
         """
+        layout = layout_of(self.kind)
         num_rows, width = parts["qdata"].shape
-        like = blank(self.recipe, num_rows, width * layout_of(self.kind).columns_per_element, dtype)
+        like = blank(self.recipe, num_rows, width * layout.columns_per_element, dtype)
         whole = {}
         for name, part in parts_of(like).items():
-            if name in _ZEROS.get(self.kind, ()) and name in parts and parts[name].any():
+            if name not in parts:  # older files leave it out
+                whole[name] = torch.zeros(part.shape, dtype=part.dtype, device=parts["qdata"].device)
+                continue
+            if name in layout.all_zero and parts[name].any():
                 raise UserError(
-                    f"found a {name} that is not 0 in a weight stored as torchao's {self.kind}, expected symmetric "
-                    f"quantization, quantize the original again"
+                    f"found {self.name} stored as torchao's {self.kind} with a {name} that is not 0, expected "
+                    f"symmetric quantization, quantize the original again"
                 )
-            if name in parts:
-                values = _converted(name, parts[name], part.dtype)
-            else:  # the zero point of int8 weights, which older files leave out
-                values = torch.zeros(part.shape, dtype=part.dtype, device=parts["qdata"].device)
+            is_byte = parts[name].element_size() == part.element_size() == 1  # its bits count
+            values = parts[name].view(part.dtype) if is_byte else parts[name].to(part.dtype)
             whole[name] = values.expand(part.shape).contiguous()
-        return assemble(like, whole, *like.shape)
+        return with_zeros(assemble(like, whole, *like.shape), self.recipe)
 
 
 def recognize(
-    name: str, kind: str, attributes: Mapping[str, Any], part_shapes: Mapping[str, tuple[int, ...]]
+    name: str,
+    kind: str,
+    attributes: Mapping[str, Any],
+    part_shapes: Mapping[str, tuple[int, ...]],
+    part_dtypes: Mapping[str, str],
 ) -> StoredForm:
-    """What the weight `name` is, from torchao's class name, its attributes and the shapes of its parts.
+    """What the weight `name` is, from torchao's class name, its attributes and the shapes and dtypes of its parts.
 
-    Raises UserError for what no recipe makes, and for parts that don't fit together.
+    Dtypes are in lower case, as safetensors or torch spells them. Raises UserError for what no recipe makes, and for
+    parts that don't fit together.
     """
-    if kind not in _PARTS:
-        reason = _REFUSED.get(kind, "no recipe makes such a weight")
-        raise _refused(name, kind, reason)
+    layout = layout_of(kind)
+    if not layout.parts:
+        raise _refused(name, kind, _REFUSED.get(kind, "no recipe makes such a weight"))
     try:
         plain = {key: _plain(value) for key, value in attributes.items()}
     except RecursionError:
@@ -97,23 +98,25 @@ def recognize(
         raise _refused(name, kind, f"its block size is {block!r}")
     one_scale = block == [rows, columns] and rows > 1
     family = _family(name, kind, plain, one_scale)
-    group_size = block[1] if kind in ("IntxUnpackedToInt8Tensor", "Int4Tensor") else 0
+    group_size = block[1] if layout.grouped else 0
     if group_size and (block[0] != 1 or columns % group_size or group_size % 2):
         raise _refused(name, kind, f"its block size is {block}")
     if not group_size and block not in ([1, columns], [rows, columns]):
         raise _refused(name, kind, f"its scales are of blocks of {block}, where one a row or one in all is known")
     recipe = Recipe(next(each for each in FAMILIES if each.name == family), group_size)
-    form = StoredForm(kind, recipe, (rows, columns), ("qdata", *sorted({*part_shapes} - {"qdata"})), one_scale)
-    _check_parts(name, kind, block, form, part_shapes)
-    return form
+    expected = {part: layout.shape(part, rows, columns, block) for part in layout.parts}
+    _check_parts(name, kind, expected, part_shapes, part_dtypes)
+    parts = ("qdata", *sorted({*part_shapes} - {"qdata"}))
+    return StoredForm(name, kind, recipe, (rows, columns), parts, one_scale)
 
 
 def _shape(name: str, kind: str, part_shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    missing = [part for part in _PARTS[kind] if part not in part_shapes]
+    layout = layout_of(kind)
+    missing = [part for part in layout.parts if part not in part_shapes and part not in layout.all_zero]
     if missing or len(part_shapes["qdata"]) != 2:
         raise _refused(name, kind, f"it lacks {missing[0]}" if missing else "it is no matrix")
     rows, columns = part_shapes["qdata"]
-    return rows, columns * (2 if kind == "Int4Tensor" else 1)
+    return rows, columns * layout.columns_per_element
 
 
 def _family(name: str, kind: str, plain: Mapping[str, Any], is_of_tensor: bool) -> str:
@@ -146,24 +149,41 @@ def _family(name: str, kind: str, plain: Mapping[str, Any], is_of_tensor: bool) 
             if plain.get("activation_dtype") in (None, "bfloat16", "float16", "float32"):
                 return "int4wo"
             raise _refused(name, kind, f"activations are quantized to {plain['activation_dtype']}")
-        case _:
+        case "IntxUnpackedToInt8Tensor":
             if plain.get("target_dtype") == "int4" and plain.get("activation_quantization") == "int8_asym_per_token":
                 return "8da4w"
             what = f"{plain.get('target_dtype')} with activations {plain.get('activation_quantization')!r}"
             raise _refused(name, kind, f"it is {what}, where int4 with int8_asym_per_token is known")
+    raise _refused(name, kind, "no recipe makes such a weight")
 
 
 def _check_parts(
-    name: str, kind: str, block: list[int], form: StoredForm, part_shapes: Mapping[str, tuple[int, ...]]
+    name: str,
+    kind: str,
+    expected: Mapping[str, tuple[int, ...]],
+    part_shapes: Mapping[str, tuple[int, ...]],
+    part_dtypes: Mapping[str, str],
 ) -> None:
-    rows, columns = form.shape
-    scales: tuple[int, ...] = (rows // block[0], columns // block[1])
-    scales = scales[::-1] if kind == "Int4Tensor" else scales
     for part, shape in part_shapes.items():
-        if part not in (*_PARTS[kind], *_ZEROS.get(kind, ())):
+        if part not in expected:
             raise _refused(name, kind, f"it has a part {part}")
-        if part != "qdata" and shape != scales:
-            raise _refused(name, kind, f"its {part} has the shape {list(shape)}, where {list(scales)} is expected")
+        if shape != expected[part]:
+            raise _refused(
+                name, kind, f"its {part} has the shape {list(shape)}, where {list(expected[part])} is expected"
+            )
+        known = layout_of(kind).parts[part]
+        dtype = _torch_dtype(part_dtypes[part])
+        if dtype not in known:
+            raise _refused(name, kind, f"it has a {part} of dtype torch.{dtype}, where {' or '.join(known)} is known")
+
+
+def _torch_dtype(dtype: str) -> str:
+    """torch's name of a dtype that safetensors may have spelled: i8, bf16, f8_e4m3."""
+    match = re.fullmatch(r"(bf|f|i|u)(\d.*)", dtype)
+    if match is None:
+        return dtype
+    name = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}[match[1]] + match[2]
+    return "float8_e4m3fn" if name == "float8_e4m3" else name
 
 
 def _plain(value: Any) -> Any:
@@ -184,15 +204,3 @@ def _refused(name: str, kind: str, reason: str) -> UserError:
         f"found {name} stored as torchao's {kind}: {reason}, expected the neutral form of a recipe, quantize the "
         f"original model with tpllama quantize or --torchao-config"
     )
-
-
-def _converted(part: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A part in the dtype that its recipe makes: float scales are converted, integers have to be what they are."""
-    eight_bits = (torch.int8, torch.uint8)
-    if values.dtype in eight_bits and dtype in eight_bits:
-        return values.view(dtype)
-    if values.dtype != dtype and not (part != "qdata" and values.is_floating_point() and dtype.is_floating_point):
-        raise UserError(
-            f"found {part} of dtype {values.dtype} in a stored weight, expected {dtype}, quantize the original again"
-        )
-    return values.to(dtype)
