@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,9 @@ def test_breaking_off_ends_the_thread() -> None:
     ahead = reading_ahead(Prefetching(), steps(5))  # type: ignore[arg-type]
     next(iter(ahead))
     ahead.close()  # type: ignore[attr-defined]
+    ends = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < ends:
+        time.sleep(0.01)
     assert threading.active_count() == before
 
 

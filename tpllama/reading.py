@@ -21,11 +21,15 @@ T = TypeVar("T")
 # Jobs, and what their tensors are for.
 Step = tuple[list[Job], T]
 
-# Rows are read and quantized in blocks of about so many elements. On the CPU conversions, several times their size,
-# stay in its caches (1 << 21 is as quick, and leaves larger holes in the heap); a GPU wants fewer and larger steps.
-_BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
-# Freed memory goes back to the system each time so many elements have been read: it costs page faults.
-_GIVE_BACK_ELEMENTS = 1 << 26
+# Rows are read and quantized in blocks of about so many elements, as conversions take several times their size; a GPU
+# wants fewer and larger steps.
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Freed memory goes back to the system each time so many elements have been read: aligned temporaries don't fit the
+# holes of earlier ones, so the heap grows. More often costs page faults.
+GIVE_BACK_ELEMENTS = 1 << 28
+# glibc's numbers for mallopt, and the largest value that it takes for the first.
+_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP = -3, 32 << 20
+_M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 128 << 20
 
 
 class BlockReader:
@@ -35,6 +39,7 @@ class BlockReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, is_strict: bool) -> None:
+        keep_freed_memory()
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
@@ -75,7 +80,9 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]]) -> Iterator[Step[T]]:
+def reading_ahead(
+    checkpoint: Checkpoint, steps: Iterable[Step[T]], give_back_elements: int = GIVE_BACK_ELEMENTS
+) -> Iterator[Step[T]]:
     """Each step, a list of jobs and what it is for, while a thread brings what the next one reads into memory.
 
     The thread copies nothing, and nobody waits for it: where all is in memory already it costs nearly nothing. An
@@ -85,7 +92,7 @@ def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]]) -> Iterator[
     try:
         ahead: Future[None] | None = None
         current: Step[T] | None = None
-        for following in itertools.chain(_giving_back(steps), [None]):
+        for following in itertools.chain(_giving_back(steps, give_back_elements), [None]):
             # A thread that is behind skips a step: it must not fetch what was read already.
             if following is not None and (ahead is None or ahead.done()):
                 ahead = thread.submit(_prefetch, checkpoint, following[0])
@@ -96,12 +103,12 @@ def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]]) -> Iterator[
         thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _giving_back(steps: Iterable[Step[T]]) -> Iterator[Step[T]]:
-    """The steps; between them, and at the end, memory that was freed goes back to the system."""
+def _giving_back(steps: Iterable[Step[T]], every: int) -> Iterator[Step[T]]:
+    """The steps; after every so many elements, and at the end, memory that was freed goes back to the system."""
     since = 0
     for step in steps:
         since += sum(math.prod(part.stop - part.start for part in index) for _, index in step[0])
-        if since >= _GIVE_BACK_ELEMENTS:
+        if since >= every:
             give_back_memory()
             since = 0
         yield step
@@ -111,6 +118,18 @@ def _giving_back(steps: Iterable[Step[T]]) -> Iterator[Step[T]]:
 def _prefetch(checkpoint: Checkpoint, jobs: list[Job]) -> None:
     for name, index in jobs:
         checkpoint.prefetch(name, index)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what a block's temporaries leave for those of the next, which would be faulted in anew.
+
+    Its own thresholds, at which large pieces are mapped apart and the heap's top is given back, are below their size
+    (mallopt(3)). `give_back_memory` does that at fewer times.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def give_back_memory() -> None:

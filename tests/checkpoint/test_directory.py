@@ -309,6 +309,37 @@ def test_the_base_s_tokenizer_serves_weights_made_up_too(
     assert num_tokens(open_checkpoint(str(tmp_path / "tuned"), weights, str(base))) == 3
 
 
+@pytest.mark.parametrize("form", ["hf", "meta", "original", "torchtune-hf"])
+def test_a_base_that_is_not_needed_is_not_opened(form: str, state: State, tmp_path: Path) -> None:
+    path = tmp_path / "tuned"
+    FORMS[form](path, state)
+    write_tokenizer(path)
+    for weights in (True, False):
+        checkpoint = open_checkpoint(str(path), weights, base=str(tmp_path / "none"))
+        where = path / "original" if form == "original" else path
+        note = f"{where} has config and tokenizer: --llama-model {tmp_path / 'none'} is not read"
+        assert (checkpoint.notes, checkpoint.base_path) == ((note,), None)
+        assert num_tokens(checkpoint) == 2
+
+
+@pytest.mark.parametrize("form", ["hf", "meta", "torchtune-old-hf"])
+def test_epochs_of_weights_alone_with_weights_made_up(
+    form: str, state: State, tmp_path: Path, base: Path, fails: Any
+) -> None:
+    run = tmp_path / "run"
+    for epoch in ("epoch_0", "epoch_1"):
+        (run / epoch).mkdir(parents=True)
+        FORMS[form](run / epoch, state)
+        for config in ("config.json", "params.json"):
+            (run / epoch / config).unlink(missing_ok=True)
+    fails(lambda: open_checkpoint(str(run), weights=False), "no complete one")
+    holds(open_checkpoint(str(run), base=str(base)), state)
+    without = open_checkpoint(str(run), weights=False, base=str(base))
+    assert (without.tensors, without.fields["rope_theta"], num_tokens(without)) == ({}, 77.0, 3)
+    (run / "epoch_1" / "config.json").write_text("{")
+    fails(lambda: open_checkpoint(str(run), weights=False, base=str(base)), "no complete one", "invalid JSON")
+
+
 def test_an_old_meta_file_needs_the_base(state: State, tmp_path: Path, base: Path, fails: Any) -> None:
     path = tmp_path / "tuned"
     path.mkdir()

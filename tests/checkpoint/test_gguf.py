@@ -129,7 +129,8 @@ def test_heads_that_do_not_divide_the_blocks_of_rows(
     """Rows are read in blocks that end at multiples of 256, which may be within a head."""
     name, hidden = "model.layers.0.self_attn.q_proj.weight", 64
     rows = torch.randn(6 * head_dim, hidden, generator=torch.Generator().manual_seed(0))
-    tensors = to_gguf({name: rows}, 6, 2)
+    embedding = {"model.embed_tokens.weight": torch.zeros(40, hidden)}
+    tensors = to_gguf(embedding | {name: rows}, 6, 2)
     sizes = {"llama.attention.head_count": 6, "llama.attention.key_length": head_dim}
     sizes |= {"llama.attention.value_length": head_dim, "llama.rope.dimension_count": head_dim}
     checkpoint = GgufCheckpoint(write_gguf(tiny_metadata | sizes, tensors))

@@ -37,7 +37,7 @@ def test_every_layout_gives_the_same_tensors(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_slice_is_a_copy_of_that_slice_alone(
+def test_a_slice_is_that_slice_of_the_whole(
     directory: Path, tiny_state: State, write_weights: Any, layout: str, data: st.DataObject
 ) -> None:
     write_weights(directory, tiny_state, layout)
@@ -46,17 +46,18 @@ def test_a_slice_is_a_copy_of_that_slice_alone(
     index = tuple(slice(*pair) for pair in bounds)
     part = open_checkpoint(str(directory)).read(name, index)
     assert torch.equal(part, tiny_state[name][index])
-    assert part.is_contiguous()
-    assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_writing_to_a_slice_leaves_the_file_alone(
-    directory: Path, write_weights: Any, tiny_state: State, read_whole: Any
+    directory: Path, write_weights: Any, tiny_state: State, read_whole: Any, layout: str
 ) -> None:
-    write_weights(directory, tiny_state, "bin")
-    checkpoint = open_checkpoint(str(directory))
-    read_whole(checkpoint, Q_PROJ).zero_()
-    assert torch.equal(read_whole(checkpoint, Q_PROJ), tiny_state[Q_PROJ])
+    """A slice may be a view of the mapped file, which is private."""
+    write_weights(directory, tiny_state, layout)
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    read_whole(open_checkpoint(str(directory)), Q_PROJ).zero_()
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    assert torch.equal(read_whole(open_checkpoint(str(directory)), Q_PROJ), tiny_state[Q_PROJ])
 
 
 def test_safetensors_are_preferred_to_bin(

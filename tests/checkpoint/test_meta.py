@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tpllama.checkpoint.meta import MetaCheckpoint
+from tpllama.checkpoint.meta_shards import SplitTensor
 from tpllama.checkpoint.open import TensorInfo
 from tpllama.config import LlamaConfig
 
@@ -156,17 +158,15 @@ def test_a_base_models_config_takes_the_place_of_params_json(state: State, tmp_p
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("style", ["llama3", "llama2"])
-def test_a_head_that_is_a_copy_of_the_embedding_is_tied(
-    state: State, tmp_path: Path, shards: int, style: str, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr("tpllama.checkpoint.meta._COMPARED", 64 * 7)
+def test_a_head_that_is_a_copy_of_the_embedding_is_tied(state: State, tmp_path: Path, shards: int, style: str) -> None:
     copied = state | {HEAD: state[EMBEDDING]}
     files = formats.write_meta(tmp_path, copied, CONFIG, shards, style)
     checkpoint = MetaCheckpoint(tmp_path, files)
     assert checkpoint.fields["tie_word_embeddings"] is True
     assert HEAD not in checkpoint.tensors
     assert EMBEDDING in checkpoint.tensors
-    assert "tied" in checkpoint.notes[0]
+    note = f"the output head in {tmp_path} equals the embedding (in the 40 rows compared, of 40): read as tied"
+    assert checkpoint.notes == (note,)
 
     head = state[EMBEDDING].clone()
     head[-1, -1] += 1
@@ -174,6 +174,55 @@ def test_a_head_that_is_a_copy_of_the_embedding_is_tied(
     assert checkpoint.fields["tie_word_embeddings"] is False
     assert HEAD in checkpoint.tensors
     assert checkpoint.notes == ()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("style", ["llama3", "llama2"])
+def test_some_rows_tell_whether_the_head_is_the_embedding(
+    state: State, tmp_path: Path, shards: int, style: str, monkeypatch: Any
+) -> None:
+    """Opening reads few rows of a large vocabulary. A head that was trained differs in all."""
+    config, rows = CONFIG | {"vocab_size": 5000}, torch.randn(5000, 64, generator=torch.Generator().manual_seed(0))
+    read: list[tuple[slice, ...]] = []
+    original = SplitTensor.read
+
+    def recorded(tensor: SplitTensor, index: tuple[slice, ...]) -> torch.Tensor:
+        read.append(index)
+        return original(tensor, index)
+
+    monkeypatch.setattr(SplitTensor, "read", recorded)
+    copied = state | {EMBEDDING: rows, HEAD: rows.clone()}
+    checkpoint = MetaCheckpoint(tmp_path, formats.write_meta(tmp_path, copied, config, shards, style))
+    assert checkpoint.fields["tie_word_embeddings"] is True
+    assert "in the 48 rows compared, of 5000" in checkpoint.notes[0]
+    places = sorted({index[0].start for index in read})
+    assert (places[0], places[-1], len(places), len(read)) == (0, 4999, 48, 96)
+    assert max(second - first for first, second in itertools.pairwise(places)) < 120
+    assert all(index[0].stop == index[0].start + 1 for index in read)
+
+    trained = state | {EMBEDDING: rows, HEAD: rows * (1 + 2**-20)}
+    checkpoint = MetaCheckpoint(tmp_path, formats.write_meta(tmp_path, trained, config, shards, style))
+    assert checkpoint.fields["tie_word_embeddings"] is False
+    assert checkpoint.notes == ()
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_a_head_that_is_the_embedding_in_the_file_is_tied(
+    state: State, tmp_path: Path, monkeypatch: Any, suffix: str
+) -> None:
+    """torch.save writes what two names share once; safetensors knows no sharing."""
+    (file,) = formats.write_meta(tmp_path, state, CONFIG)
+    content = torch.load(file)
+    content["output.weight"] = content["tok_embeddings.weight"]
+    torch.save(content, file)
+    if suffix == "safetensors":
+        content["output.weight"] = content["output.weight"].clone()
+        save_file(content, file := file.with_suffix(".safetensors"))
+    monkeypatch.setattr("tpllama.checkpoint.meta._COMPARED", 7)
+    checkpoint = MetaCheckpoint(tmp_path, [file])
+    assert checkpoint.fields["tie_word_embeddings"] is True
+    how = "they are one in the file" if suffix == "pth" else "in the 7 rows compared, of 40"
+    assert checkpoint.notes == (f"the output head in {tmp_path} equals the embedding ({how}): read as tied",)
 
 
 def test_without_a_head_the_model_is_tied(state: State, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def touch(path: Path, *names: str) -> None:
         ([f"consolidated.{number}.pth" for number in range(12)], "meta", list(range(12))),
         (["model-00001-of-00002.bin", "model-00002-of-00002.bin"], "meta", [0, 1]),
         (["ft-model-00001-of-00001.bin"], "meta", [0]),
+        (["ft-model-00002-of-00002.safetensors", "ft-model-00001-of-00002.safetensors"], "huggingface", [1, 0]),
         (["meta_model_0.pt"], "meta", [0]),
         (["hf_model_0001_0.pt", "hf_model_0002_0.pt"], "huggingface", [0, 1]),
         (["hf_model_0002_9.pt", "hf_model_0001_10.pt", "hf_model_0001_9.pt"], "huggingface", [1]),
@@ -103,6 +104,8 @@ def test_no_weights(tmp_path: Path, names: list[str]) -> None:
         (["model-00001-of-00002.safetensors", "model-00001-of-00001.safetensors"], ["shards of one save"]),
         (["model-00001-of-00001.bin", "model-00002-of-00002.bin"], ["shards of one save"]),
         (["model-00001-of-00001.bin", "ft-model-00001-of-00001.bin"], ["numbers 1 to 1 once each"]),
+        (["model-00001-of-00001.safetensors", "ft-model-00001-of-00001.safetensors"], ["numbers 1 to 1 once each"]),
+        (["ft-model-00001-of-00002.safetensors"], ["1 of 2 weight files", "number 2 is missing"]),
         # Twice and never.
         (["model-00001-of-00002.safetensors", "model-1-of-2.safetensors"], ["number 2 is missing"]),
         (["model-00001-of-00001.safetensors", "model-1-of-1.safetensors"], ["numbers 1 to 1 once each"]),
@@ -143,6 +146,21 @@ def test_an_index_says_the_files(tmp_path: Path) -> None:
     assert found is not None
     a, b = tmp_path / "part" / "a.safetensors", tmp_path / "b.safetensors"
     assert (found.form, found.files, found.weight_map) == ("huggingface", (b, a), {"x": a, "y": b, "z": b})
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_shards_that_the_index_does_not_name_are_noted(tmp_path: Path, count: int) -> None:
+    stale = [f"model-0000{number}-of-00009.safetensors" for number in range(1, count + 1)]
+    touch(tmp_path, "ft-model-00001-of-00001.safetensors", "pytorch_model.bin", *stale)
+    write_index(tmp_path, {"x": "ft-model-00001-of-00001.safetensors"})
+    found = find_weights(tmp_path)
+    assert found is not None
+    assert found.files == (tmp_path / "ft-model-00001-of-00001.safetensors",)
+    named = ", ".join(stale[:3]) + ", ..." * (count > 3)
+    assert found.notes == (
+        f"{named}, not named by model.safetensors.index.json in {tmp_path}: not read",
+        "ft-model-00001-of-00001.safetensors is read, pytorch_model.bin beside it is not",
+    )
 
 
 def test_an_index_that_names_the_whole_file(tmp_path: Path) -> None:

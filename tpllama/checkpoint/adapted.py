@@ -46,6 +46,8 @@ class AdaptedCheckpoint:
             self._head_dim = LlamaConfig.from_hf(base.fields).head_dim
         if base.tensors:
             _check_fit(base, adapter)
+            changed = {*adapter.lora, *adapter.replaced}  # their dtypes are no longer the base's
+            self.tensors = {**base.tensors, **{name: TensorInfo(base.tensors[name].shape) for name in changed}}
 
     def prefetch(self, name: str, index: tuple[slice, ...]) -> None:
         if name not in self._adapter.replaced:
