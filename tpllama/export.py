@@ -38,7 +38,7 @@ from tpllama.reading import BlockReader, Job, no_finite_number, reading_ahead
 # As large as a shard may become; a single larger weight has its own.
 _SHARD_BYTES = 2 << 30
 # Nothing stays in memory here, so page faults are cheap beside the writing, and what is freed goes back soon.
-_GIVE_BACK_ELEMENTS = 1 << 24
+_HELD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def export(blueprint: Blueprint, checkpoint: Checkpoint, out: Path, progress: Pr
         _write_small_files(blueprint, checkpoint, folder)  # first: what can't be read is an error before hours of work
         reader = BlockReader(checkpoint, blueprint.dtype, torch.device("cpu"), blueprint.engine.strict)
         steps = [(_jobs(reader, weight), weight) for weight in weights]
-        todo = iter(reading_ahead(checkpoint, progress(steps), _GIVE_BACK_ELEMENTS))
+        todo = iter(reading_ahead(checkpoint, progress(steps), _HELD_BYTES))
         for name, shard in zip(names, shards, strict=True):
             entries = {key: entry for weight in shard for key, entry in weight.entries().items()}
             with TensorFile(folder / name, entries, metadata) as file:

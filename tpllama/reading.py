@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import mmap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,9 +26,9 @@ Step = tuple[list[Job], T]
 # Rows are read and quantized in blocks of about so many elements, as conversions take several times their size; a GPU
 # wants fewer and larger steps.
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
-# Freed memory goes back to the system each time so many elements have been read: aligned temporaries don't fit the
-# holes of earlier ones, so the heap grows. More often costs page faults.
-GIVE_BACK_ELEMENTS = 1 << 28
+# Freed memory goes back to the system each time so much of it is held: aligned temporaries don't fit the holes of
+# earlier ones, so the heap grows. More often costs page faults.
+HELD_BYTES = 96 << 20
 # glibc's numbers for mallopt, and the largest value that it takes for the first.
 _M_MMAP_THRESHOLD, _LARGEST_IN_HEAP = -3, 32 << 20
 _M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 128 << 20
@@ -80,9 +82,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def reading_ahead(
-    checkpoint: Checkpoint, steps: Iterable[Step[T]], give_back_elements: int = GIVE_BACK_ELEMENTS
-) -> Iterator[Step[T]]:
+def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]], held_bytes: int = HELD_BYTES) -> Iterator[Step[T]]:
     """Each step, a list of jobs and what it is for, while a thread brings what the next one reads into memory.
 
     The thread copies nothing, and nobody waits for it: where all is in memory already it costs nearly nothing. An
@@ -92,7 +92,7 @@ def reading_ahead(
     try:
         ahead: Future[None] | None = None
         current: Step[T] | None = None
-        for following in itertools.chain(_giving_back(steps, give_back_elements), [None]):
+        for following in itertools.chain(_giving_back(steps, held_bytes), [None]):
             # A thread that is behind skips a step: it must not fetch what was read already.
             if following is not None and (ahead is None or ahead.done()):
                 ahead = thread.submit(_prefetch, checkpoint, following[0])
@@ -103,14 +103,12 @@ def reading_ahead(
         thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _giving_back(steps: Iterable[Step[T]], every: int) -> Iterator[Step[T]]:
-    """The steps; after every so many elements, and at the end, memory that was freed goes back to the system."""
-    since = 0
+def _giving_back(steps: Iterable[Step[T]], held_bytes: int) -> Iterator[Step[T]]:
+    """The steps; each time the process holds so much more than it uses, and at the end, that goes back."""
+    at_first = _idle_bytes()
     for step in steps:
-        since += sum(math.prod(part.stop - part.start for part in index) for _, index in step[0])
-        if since >= every:
+        if _idle_bytes() > at_first + held_bytes:
             give_back_memory()
-            since = 0
         yield step
     give_back_memory()
 
@@ -118,6 +116,26 @@ def _giving_back(steps: Iterable[Step[T]], every: int) -> Iterator[Step[T]]:
 def _prefetch(checkpoint: Checkpoint, jobs: list[Job]) -> None:
     for name, index in jobs:
         checkpoint.prefetch(name, index)
+
+
+_MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's account of its heap, in bytes (mallinfo(3)). hblkhd and uordblks: in use, mapped apart and not."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
+
+
+def _idle_bytes() -> int:
+    """Resident anonymous memory (proc_pid_statm(5)) that glibc's heap doesn't use; 0 where there is no such account."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    used = mallinfo2()
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * mmap.PAGESIZE - int(used.uordblks) - int(used.hblkhd)
 
 
 def keep_freed_memory() -> None:
