@@ -9,7 +9,9 @@ cases [{key, engine (EngineConfig's fields), keeps_weights}].
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,27 @@ def weight_parts(weight: Any) -> dict[str, Tensor]:
         case _:
             parts = {"qdata": weight}
     return {name: part.detach().clone() for name, part in parts.items()}
+
+
+def launch(folder: Path, size: int, orders: dict[str, Any], timeout_s: float) -> None:
+    """Runs `size` ranks of this program, which write into `folder`; `orders` has their batches and cases."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        path, fd = folder / f"orders{size}.json", listener.fileno()
+        path.write_text(json.dumps({"size": size, "port": listener.getsockname()[1], "out": str(folder), **orders}))
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(path), str(rank), str(fd)],
+                pass_fds=[fd], env=env, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        try:
+            said = [process.communicate(timeout=timeout_s)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    assert [process.returncode for process in ranks] == [0] * size, "\n".join(said)
 
 
 def main() -> None:

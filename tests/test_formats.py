@@ -8,11 +8,7 @@ weights bit for bit and says the same.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ import torch
 from checkpoint import formats
 from checkpoint.conftest import write_gguf_file, write_layout
 from checkpoint.test_gguf import to_gguf
+from matrix_worker import launch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -142,24 +139,7 @@ class Forms:
             {"key": form, "engine": {"model": str(self.path(form)), "dtype": "float32"}, "keeps_weights": False}
             for form in WRITERS
         ]
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            path, fd = self.folder / f"orders{tp}.json", listener.fileno()
-            orders = {"size": tp, "port": listener.getsockname()[1], "out": str(self.folder)}
-            path.write_text(json.dumps({**orders, "batches": [BATCH], "cases": cases}))
-            command = [sys.executable, str(ROOT / "tests/matrix_worker.py"), str(path)]
-            env = os.environ | {"PYTHONPATH": str(ROOT)}
-            ranks = [
-                subprocess.Popen(
-                    [*command, str(rank), str(fd)], pass_fds=[fd], env=env, stderr=subprocess.PIPE, text=True
-                )
-                for rank in range(tp)
-            ]
-            try:
-                said = [process.communicate(timeout=120)[1] for process in ranks]
-            finally:
-                for process in ranks:
-                    process.kill()
-        assert [process.returncode for process in ranks] == [0] * tp, "\n".join(said)
+        launch(self.folder, tp, {"batches": [BATCH], "cases": cases}, timeout_s=120)
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,14 @@ Every model is built under every recipe on 1, 2, 3 and 4 ranks, by one launch of
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matrix_worker import launch
 from torch import Tensor, nn
 from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 from torchao.quantization import quantize_
@@ -146,24 +143,7 @@ class Matrix:
                     wanted = {field: getattr(engine, field) for field in fields}
                     keeps_weights = dtype == "bfloat16" or model == "odd"
                     cases.append({"key": f"{model}.{case}.{dtype}", "engine": wanted, "keeps_weights": keeps_weights})
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            orders = {"size": tp, "port": listener.getsockname()[1], "out": str(self.folder)}
-            path, fd = self.folder / f"orders{tp}.json", listener.fileno()
-            path.write_text(json.dumps({**orders, "batches": BATCHES, "cases": cases}))
-            command = [sys.executable, str(ROOT / "tests/matrix_worker.py"), str(path)]
-            env = os.environ | {"PYTHONPATH": str(ROOT)}
-            ranks = [
-                subprocess.Popen(
-                    [*command, str(rank), str(fd)], pass_fds=[fd], env=env, stderr=subprocess.PIPE, text=True
-                )
-                for rank in range(tp)
-            ]
-            try:
-                said = [process.communicate(timeout=300)[1] for process in ranks]
-            finally:
-                for process in ranks:
-                    process.kill()
-        assert [process.returncode for process in ranks] == [0] * tp, "\n".join(said)
+        launch(self.folder, tp, {"batches": BATCHES, "cases": cases}, timeout_s=300)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpllama.checkpoint.open import Checkpoint, TensorInfo, overridden
+from tpllama.checkpoint.open import Checkpoint, TensorInfo, names_of_parts, overridden
 from tpllama.config import EngineConfig, LlamaConfig, UserError
 from tpllama.kernels.linear import Form
 from tpllama.kernels.pack import packed_bytes
@@ -185,7 +185,7 @@ def _stored_forms(checkpoint: Checkpoint) -> dict[str, StoredForm]:
 
 def _whole_tensors(checkpoint: Checkpoint, stored: Mapping[str, StoredForm]) -> dict[str, TensorInfo]:
     """The checkpoint's tensors, where those that are the parts of a quantized weight are seen as the weight."""
-    parts = {tensor for weight in checkpoint.quantized.values() for tensor in weight.parts.values()}
+    parts = names_of_parts(checkpoint.quantized)
     plain = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
     return plain | {name: TensorInfo(form.shape) for name, form in stored.items()}
 

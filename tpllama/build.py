@@ -1,7 +1,8 @@
 """From a blueprint and files to a model that runs: shard, then load, quantize and pack one weight at a time.
 
 The composition root is `prepare.py` (the leader's way to an engine), `follow.py` (a follower's), `start.py` (a
-rank's start), `blueprint.py` (what will be built) and this file: only there do the axes meet.
+rank's start), `blueprint.py` (what will be built), this file and `export.py` (what is written): only there do the axes
+meet.
 
 Peak memory of a rank is its packed share and about one weight more (bench/load_memory.py).
 """

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tpllama.checkpoint.open import Checkpoint
+from tpllama.checkpoint.open import Checkpoint, names_of_parts
 from tpllama.config import UserError
 
 # A tensor's name and a slice for each of its dimensions.
@@ -46,7 +46,7 @@ class BlockReader:
         self._dtype = dtype
         self._device = device
         self._is_strict = is_strict
-        self._parts = {part for weight in checkpoint.quantized.values() for part in weight.parts.values()}
+        self._parts = names_of_parts(checkpoint.quantized)
         self.bad: str | None = None
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:

@@ -17,15 +17,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import UserError
 
-TINY = {
+# The numbers that every form states.
+SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
 }
+TINY: dict[str, Any] = {**SIZES, "max_position_embeddings": 128}
 # Of a GGUF file with the same numbers.
 TINY_METADATA = {
     "llama.block_count": 2,
@@ -62,6 +63,12 @@ def tiny_state() -> State:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return {name: value.to(torch.bfloat16).clone() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="session")
+def state(tiny_state: State) -> State:
+    """Without biases, which Meta's models don't have."""
+    return {name: value for name, value in tiny_state.items() if not name.endswith(".bias")}
 
 
 @pytest.fixture

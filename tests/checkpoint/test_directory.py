@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint import formats
+from checkpoint.conftest import SIZES as CONFIG
 from checkpoint.conftest import write_layout
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -23,21 +24,7 @@ from tpllama.checkpoint.open import Checkpoint, open_checkpoint
 from tpllama.config import LlamaConfig, UserError
 
 State = dict[str, torch.Tensor]
-CONFIG: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 Q = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def state(tiny_state: State) -> State:
-    """Without biases, which Meta's models don't have."""
-    return {name: value for name, value in tiny_state.items() if not name.endswith(".bias")}
 
 
 def write_config(path: Path, **changes: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint import formats
+from checkpoint.conftest import SIZES as CONFIG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -20,24 +21,10 @@ from tpllama.checkpoint.open import TensorInfo
 from tpllama.config import LlamaConfig
 
 State = dict[str, torch.Tensor]
-CONFIG = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 # Four shards cut the two key-value heads in the middle.
 KINDS = [(shards, style) for shards in (1, 2, 4) for style in ("llama3", "llama2")]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 WQ, WK = "layers.0.attention.wq.weight", "layers.1.attention.wk.weight"
-
-
-@pytest.fixture(scope="module")
-def state(tiny_state: State) -> State:
-    """Without biases, which Meta's models don't have."""
-    return {name: value for name, value in tiny_state.items() if not name.endswith(".bias")}
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")

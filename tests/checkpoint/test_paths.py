@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint import formats
+from checkpoint.conftest import SIZES as CONFIG
 from checkpoint.conftest import write_layout
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -21,21 +22,8 @@ from tpllama.checkpoint.paths import check_inside, file_named_in
 from tpllama.checkpoint.weight_set import find_weights
 
 State = dict[str, torch.Tensor]
-CONFIG: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 NAMES = ["../a.json", "/etc/hostname", "part/../../a.json", "..", ".", "", "..\\a.json", "part\\a.json", "a\0.json"]
 NAMES += ["a\n.json", "x" * 300, "\ud800", "part/" * 100 + "a.json"]
-
-
-@pytest.fixture(scope="module")
-def state(tiny_state: State) -> State:
-    return {name: value for name, value in tiny_state.items() if not name.endswith(".bias")}
 
 
 def write_hf(path: Path, state: State) -> None:

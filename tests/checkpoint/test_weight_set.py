@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint import formats
+from checkpoint.conftest import SIZES as CONFIG
 from checkpoint.conftest import write_layout
 from safetensors.torch import save_file
 
@@ -18,14 +19,6 @@ from tpllama.checkpoint.open import open_checkpoint
 from tpllama.checkpoint.weight_set import find_weights, read_json
 
 State = dict[str, torch.Tensor]
-CONFIG: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 HF_STATE = {"model.norm.weight": torch.ones(2)}
 META_STATE = {"norm.weight": torch.ones(2)}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpllama.checkpoint.manifest import check_manifest
-from tpllama.checkpoint.open import StoredWeight, TensorInfo, first_line
+from tpllama.checkpoint.open import StoredWeight, TensorInfo, first_line, names_of_parts
 from tpllama.checkpoint.paths import check_inside
 from tpllama.checkpoint.weight_files import WeightFile, check_floating, fetch_pages, open_weight_file
 from tpllama.checkpoint.weight_set import WeightSet, check_once, read_json
@@ -170,7 +170,7 @@ def _quantized(files: list[WeightFile], by_tensor: Mapping[str, WeightFile]) -> 
                 f"found no tensor {missing[0]}, a part of the quantized {name}, expected all of "
                 f"{sorted(weight.parts)}, download the checkpoint again"
             )
-    parts = {part for weight in stored.values() for part in weight.parts.values()}
+    parts = names_of_parts(stored)
     for name, file in by_tensor.items():
         if name not in parts:
             check_floating(file, name)

@@ -45,6 +45,11 @@ class StoredWeight:
     parts: Mapping[str, str]
 
 
+def names_of_parts(quantized: Mapping[str, StoredWeight]) -> set[str]:
+    """The plain tensors that are parts of quantized weights."""
+    return {part for weight in quantized.values() for part in weight.parts.values()}
+
+
 class Checkpoint(Protocol):
     """A model's files, seen as Hugging Face's: config spelling, tensor names, rotate-half q and k rows."""
 

@@ -66,10 +66,7 @@ def find_weights(path: Path) -> WeightSet | None:
     others = [found for find in (_consolidated, _either, _old) if (found := find(path, present))]
     if len(first_hf) + len(others) > 1:
         held = " and ".join(found.files[0].name for found in (*first_hf, *others))
-        raise UserError(
-            f"found weights in more than one form in {path}: {held}, expected one, move the others to a folder of "
-            f"their own"
-        )
+        raise _several_forms(path, held)
     if len(sets) > 1:
         note = f"{sets[0].files[0].name} is read, {sets[1].files[0].name} beside it is not"
         return replace(sets[0], notes=(*sets[0].notes, note))
@@ -177,10 +174,7 @@ def _old(path: Path, present: list[str]) -> WeightSet | None:
     matches = {form: [m for name in present if (m := pattern.fullmatch(name))] for form, pattern in forms.items()}
     if all(matches.values()):
         held = " and ".join(found[0].string for found in matches.values())
-        raise UserError(
-            f"found weights in more than one form in {path}: {held}, expected one, move the others to a folder of "
-            f"their own"
-        )
+        raise _several_forms(path, held)
     for form, found in matches.items():
         if found:
             epochs = {int(match["epoch"]) for match in found}
@@ -191,6 +185,12 @@ def _old(path: Path, present: list[str]) -> WeightSet | None:
             note = f"of {len(epochs)} epochs in {path}, {max(epochs)} is the newest: {', '.join(f.name for f in files)}"
             return WeightSet(form, tuple(files), notes=(note,) if len(epochs) > 1 else ())
     return None
+
+
+def _several_forms(path: Path, held: str) -> UserError:
+    return UserError(
+        f"found weights in more than one form in {path}: {held}, expected one, move the others to a folder of their own"
+    )
 
 
 def check_once(tensors: Iterable[tuple[str, Path]]) -> dict[str, Path]:
