@@ -84,9 +84,9 @@ def export(blueprint: Blueprint, checkpoint: Checkpoint, out: Path, progress: Pr
     num_bytes = sum(entry.num_bytes for weight in weights for entry in weight.entries().values())
     with new_directory(out, num_bytes) as folder:
         _write_small_files(blueprint, checkpoint, folder)  # first: what can't be read is an error before hours of work
-        reader = BlockReader(checkpoint, blueprint.dtype, torch.device("cpu"), blueprint.engine.strict)
+        reader = BlockReader(checkpoint, blueprint.dtype, torch.device("cpu"), blueprint.engine.strict, _HELD_BYTES)
         steps = [(_jobs(reader, weight), weight) for weight in weights]
-        todo = iter(reading_ahead(checkpoint, progress(steps), _HELD_BYTES))
+        todo = iter(reading_ahead(checkpoint, progress(steps)))
         for name, shard in zip(names, shards, strict=True):
             entries = {key: entry for weight in shard for key, entry in weight.entries().items()}
             with TensorFile(folder / name, entries, metadata) as file:

@@ -37,11 +37,16 @@ _M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 128 << 20
 class BlockReader:
     """Reads slices of a checkpoint's plain tensors in one dtype onto one device.
 
+    Before each block, freed memory goes back to the system if the process holds `held_bytes` more of it than at first.
     bad: with `is_strict`, the first weight that was found to hold a value that is no finite number.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, is_strict: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, is_strict: bool,
+        held_bytes: int = HELD_BYTES,
+    ) -> None:  # fmt: skip
         keep_freed_memory()
+        self._most_idle = _idle_bytes() + held_bytes
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
@@ -54,15 +59,21 @@ class BlockReader:
 
         Whether values are numbers is checked, but for those parts: together they are (see `check`).
         """
+        self._bound_memory()
         if name in self._parts:
             return self._checkpoint.read(name, index).to(self._device, copy=True)
         rows, *columns = index
         shape = [part.stop - part.start for part in index]
         whole = torch.empty(shape, dtype=self._dtype, device=self._device)
         for block in self.row_blocks(rows, math.prod(shape[1:])):
+            self._bound_memory()
             part = whole[block.start - rows.start : block.stop - rows.start]
             self.check(name, part.copy_(self._checkpoint.read(name, (block, *columns))))
         return whole
+
+    def _bound_memory(self) -> None:
+        if _idle_bytes() > self._most_idle:
+            give_back_memory()
 
     def check(self, name: str, *tensors: Tensor) -> None:
         """With `is_strict`, notes the weight `name` as bad where one of its tensors holds a value that is no number."""
@@ -82,8 +93,10 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]], held_bytes: int = HELD_BYTES) -> Iterator[Step[T]]:
+def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]]) -> Iterator[Step[T]]:
     """Each step, a list of jobs and what it is for, while a thread brings what the next one reads into memory.
+
+    What the steps freed is given back to the system after the last.
 
     The thread copies nothing, and nobody waits for it: where all is in memory already it costs nearly nothing. An
     error there is dropped, as the read that follows meets it too.
@@ -92,25 +105,16 @@ def reading_ahead(checkpoint: Checkpoint, steps: Iterable[Step[T]], held_bytes: 
     try:
         ahead: Future[None] | None = None
         current: Step[T] | None = None
-        for following in itertools.chain(_giving_back(steps, held_bytes), [None]):
+        for following in itertools.chain(steps, [None]):
             # A thread that is behind skips a step: it must not fetch what was read already.
             if following is not None and (ahead is None or ahead.done()):
                 ahead = thread.submit(_prefetch, checkpoint, following[0])
             if current is not None:
                 yield current
             current = following
+        give_back_memory()
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _giving_back(steps: Iterable[Step[T]], held_bytes: int) -> Iterator[Step[T]]:
-    """The steps; each time the process holds so much more than it uses, and at the end, that goes back."""
-    at_first = _idle_bytes()
-    for step in steps:
-        if _idle_bytes() > at_first + held_bytes:
-            give_back_memory()
-        yield step
-    give_back_memory()
 
 
 def _prefetch(checkpoint: Checkpoint, jobs: list[Job]) -> None:
