@@ -114,7 +114,7 @@ def write_checkpoint(folder: Path, fields: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from tpllama.blueprint import meta_model
-    from tpllama.config import LlamaConfig
+    from tpllama.llama_config import LlamaConfig
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
     tile = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=0.02, generator=torch.Generator().manual_seed(0))

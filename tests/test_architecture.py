@@ -14,9 +14,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 SIBLINGS = ("checkpoint", "parallel", "quantization", "kernels", "model")
 COMPOSITION_ROOT = {"prepare.py", "follow.py", "start.py", "blueprint.py", "build.py", "export.py"}
 # Modules that must come without torch: what they serve is on the way to a quick answer, or is plain logic.
-NO_TORCH = ("config", "cli", "terminal", "quiet", "commands", "prepare", "quantization.recipes", "quantization.report")
+NO_TORCH = (
+    "config",
+    "llama_config",
+    "cli",
+    "terminal",
+    "quiet",
+    "commands",
+    "prepare",
+    "quantization.recipes",
+    "quantization.report",
+)
 NO_TORCH += ("parallel.place", "parallel.split", "parallel.launch", "checkpoint.open")
-NO_TORCH += ("engine.request", "engine.batch", "engine.scheduler", "engine.llm")
+NO_TORCH += ("engine.request", "engine.batch", "engine.blocks", "engine.chunks", "engine.scheduler", "engine.llm")
 
 
 def imports(path: Path, at_run_time_only: bool = False) -> Iterator[str]:
@@ -122,7 +132,7 @@ def test_files_and_functions_stay_readable() -> None:
     lengths: list[int] = []
     for path in FILES:
         source = path.read_text()
-        limit = 340 if relative(path) == "config.py" else 260
+        limit = 290 if relative(path) == "llama_config.py" else 260
         assert source.count("\n") <= limit, f"{relative(path)} is two things"
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):

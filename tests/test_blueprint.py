@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from tpllama.blueprint import Blueprint, check_tensors, meta_model, named_linears
+from tpllama.blueprint import Blueprint, meta_model, named_linears
+from tpllama.checkpoint.matching import check_tensors
 from tpllama.checkpoint.open import TensorInfo, open_checkpoint
-from tpllama.config import EngineConfig, LlamaConfig, UserError
+from tpllama.config import EngineConfig, UserError
+from tpllama.llama_config import LlamaConfig
 from tpllama.start import draw_blueprint
 
 MakeCheckpoint = Callable[..., Path]
@@ -40,7 +42,8 @@ Draw = Callable[..., Blueprint]
 def test_the_report_has_the_contracts_fields(draw: Draw) -> None:
     report = json.loads(json.dumps(draw(tp=2, torchao_config="int4wo-64").report()))
     assert list(report) == [
-        "model", "tp", "recipe", "legal_tp", "bytes_per_rank", "kv_bytes_per_token_per_rank", "layers",
+        "model", "tp", "recipe", "legal_tp", "bytes_per_rank", "kv_bytes_per_token_per_rank",
+        "kv_cache_bytes_per_rank", "layers",
     ]  # fmt: skip
     assert (report["tp"], report["recipe"], report["legal_tp"]) == (2, "int4wo-64", [1, 2, 3, 4, 5, 6])
     assert len(report["bytes_per_rank"]) == len(report["kv_bytes_per_token_per_rank"]) == 2

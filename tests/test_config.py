@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpllama.config import EngineConfig, LlamaConfig, UserError, merge, token_ids
+from tpllama.config import EngineConfig, UserError
+from tpllama.llama_config import LlamaConfig, merge, token_ids
 
 PLAIN: dict[str, Any] = {
     "model_type": "llama",

@@ -33,8 +33,9 @@ from transformers import LlamaForCausalLM
 
 from tpllama.blueprint import Blueprint
 from tpllama.checkpoint.open import open_checkpoint
-from tpllama.config import EngineConfig, LlamaConfig
+from tpllama.config import EngineConfig
 from tpllama.export import export
+from tpllama.llama_config import LlamaConfig
 from tpllama.parallel.plan import Split, llama_plan, style_of
 from tpllama.quantization.recipes import RECIPES, Recipe
 from tpllama.start import draw_blueprint

@@ -5,7 +5,6 @@ Part of the composition root (see `build.py`).
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,10 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpllama.checkpoint.matching import check_tensors
 from tpllama.checkpoint.open import Checkpoint, TensorInfo, names_of_parts, overridden
-from tpllama.config import EngineConfig, LlamaConfig, UserError
+from tpllama.config import EngineConfig, UserError
+from tpllama.engine.executor import ModelMetadata
+from tpllama.engine.memory import CacheShape, stored_dtype
 from tpllama.kernels.linear import Form
 from tpllama.kernels.pack import packed_bytes
+from tpllama.llama_config import LlamaConfig
 from tpllama.model.llama import Llama
 from tpllama.parallel.plan import Placement, Plan, llama_plan, style_of
 from tpllama.parallel.split import legal_tp
@@ -27,8 +30,8 @@ from tpllama.quantization.report import Decision, decide, decide_stored
 from tpllama.quantization.stored import StoredForm, recognize
 
 EMBEDDING = "model.embed_tokens"
-# Stored by old checkpoints, computed by everybody.
-_KNOWN_BUFFERS = ("rotary_emb.inv_freq",)
+# With these, how a prompt's keys are rotated depends on its length.
+_LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,26 @@ class Blueprint:
         """Query heads and key-value heads of a rank."""
         q, kv = (self._local_rows(f"model.layers.0.self_attn.{name}", rank) for name in ("q_proj", "k_proj"))
         return q // self.config.head_dim, kv // self.config.head_dim
+
+    def metadata(self, rank: int) -> ModelMetadata:
+        """What a rank's share of the model will be."""
+        num_heads, num_kv_heads = self.heads(rank)
+        return ModelMetadata(
+            vocab_size=self.config.vocab_size,
+            context_length=self.context_length,
+            num_layers=self.config.num_layers,
+            head_dim=self.config.head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            owned_tokens=self.owned_tokens(rank),
+            has_length_rope=self.config.rope.rope_type in _LENGTH_ROPE_TYPES,
+        )
+
+    def cache_shape(self, rank: int) -> CacheShape:
+        """What a rank's cache of keys and values is made of; how many blocks it has is for the memory to say."""
+        stored = stored_dtype(self.engine.kv_cache_dtype, self.engine.dtype)
+        num_layers, num_kv_heads = self.config.num_layers, self.heads(rank)[1]
+        return CacheShape(num_layers, num_kv_heads, self.config.head_dim, stored, self.engine.block_size)
 
     def owned_tokens(self, rank: int) -> tuple[int, int]:
         """The range of token ids whose logits a rank computes."""
@@ -156,8 +179,16 @@ class Blueprint:
 
     def kv_bytes_per_token_per_rank(self) -> list[int]:
         """Bytes of keys and values that each rank keeps per token."""
-        per_head = 2 * self.config.num_layers * self.config.head_dim * self.dtype.itemsize
-        return [self.heads(rank)[1] * per_head for rank in range(self.tp)]
+        return [self.cache_shape(rank).bytes_per_token for rank in range(self.tp)]
+
+    def kv_cache_bytes_per_rank(self) -> list[int] | None:
+        """Bytes of each rank's whole cache; None where that is for the memory to say that is left when loaded."""
+        asked = self.engine.kv_cache_memory
+        if asked is None:
+            return None
+        shapes = [self.cache_shape(rank) for rank in range(self.tp)]
+        blocks = min(asked // shape.bytes_per_block for shape in shapes)
+        return [blocks * shape.bytes_per_block for shape in shapes]
 
     def report(self) -> dict[str, Any]:
         """The whole plan, as `tpllama plan --json` prints it."""
@@ -168,6 +199,7 @@ class Blueprint:
             "legal_tp": legal_tp(self.config),
             "bytes_per_rank": self.bytes_per_rank(),
             "kv_bytes_per_token_per_rank": self.kv_bytes_per_token_per_rank(),
+            "kv_cache_bytes_per_rank": self.kv_cache_bytes_per_rank(),
             "layers": list(self.layer_rows()),
         }
 
@@ -211,34 +243,3 @@ def named_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module
-
-
-def check_tensors(
-    config: LlamaConfig, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorInfo]
-) -> None:
-    """Raises UserError naming tensors that are missing, unexpected, or of another shape than the config's."""
-    missing = [name for name in expected if name not in found]
-    known = {*expected, *([f"{HEAD}.weight"] if config.tie_word_embeddings else [])}
-    extra = [name for name in found if name not in known and not name.endswith(_KNOWN_BUFFERS)]
-    if missing:
-        similar = difflib.get_close_matches(missing[0], extra, n=1)
-        hint = f" (found {similar[0]})" if similar else ""
-        remedy = "complete the checkpoint"
-        if missing == [f"{HEAD}.weight"]:
-            remedy = "or tie it to the embedding: --json-model-override-args '{\"tie_word_embeddings\": true}'"
-        raise UserError(f"found no tensor {_some(missing)} in the checkpoint{hint}, expected {len(expected)}, {remedy}")
-    if extra:
-        raise UserError(
-            f"found tensor {_some(extra)} in the checkpoint, which this Llama doesn't have, expected only its "
-            f"own, check the config"
-        )
-    for name, shape in expected.items():
-        if found[name].shape != shape:
-            raise UserError(
-                f"found tensor {name} of shape {list(found[name].shape)}, expected {list(shape)} by the config, "
-                f"check that config and weights belong together"
-            )
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

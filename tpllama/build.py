@@ -20,7 +20,7 @@ from tpllama.blueprint import EMBEDDING, Blueprint, meta_model
 from tpllama.checkpoint.dummy import DummyCheckpoint
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import UserError
-from tpllama.engine.runner import Runner
+from tpllama.engine.executor import ModelMetadata
 from tpllama.kernels.pack import pack
 from tpllama.model.llama import Llama
 from tpllama.parallel.collectives import Ranks
@@ -40,28 +40,39 @@ Progress = Callable[[list[Any]], Iterable[Any]]
 Place = Callable[[Iterator[Tensor]], None]
 
 
-def build(
-    blueprint: Blueprint, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: Ranks, device: torch.device,
-    progress: Progress = list,
-) -> Runner:  # fmt: skip
-    """Loads this rank's share; `progress` sees each module.
+class LlamaLoader:
+    """A ModelLoader: this rank's share of a Llama. `progress` sees each module."""
 
-    Raises UserError for damaged files and, with strict, for values that are no numbers.
-    """
-    model = meta_model(blueprint.config)
-    if mesh is not None:
-        shard(model, mesh, blueprint.plan)
-    if blueprint.engine.load_format == "dummy":
-        checkpoint = DummyCheckpoint(checkpoint, blueprint.shapes, blueprint.engine.seed)
-    _Loader(blueprint, checkpoint, ranks, device).load(model, progress)
-    _connect(model, blueprint, ranks)
-    model.model.rotary.to(device)
-    if blueprint.engine.compile == "on":
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
-    return Runner(
-        model, ranks, blueprint.heads(ranks.rank), blueprint.owned_tokens(ranks.rank), blueprint.dtype, device
-    )
+    def __init__(
+        self, blueprint: Blueprint, checkpoint: Checkpoint, mesh: DeviceMesh | None, ranks: Ranks, device: torch.device,
+        progress: Progress = list,
+    ) -> None:  # fmt: skip
+        self._blueprint = blueprint
+        self._checkpoint = checkpoint
+        self._mesh = mesh
+        self._ranks = ranks
+        self._device = device
+        self._progress = progress
+
+    @property
+    def metadata(self) -> ModelMetadata:
+        return self._blueprint.metadata(self._ranks.rank)
+
+    def load(self) -> Llama:
+        """Raises UserError for damaged files and, with strict, for values that are no numbers."""
+        blueprint, checkpoint = self._blueprint, self._checkpoint
+        model = meta_model(blueprint.config)
+        if self._mesh is not None:
+            shard(model, self._mesh, blueprint.plan)
+        if blueprint.engine.load_format == "dummy":
+            checkpoint = DummyCheckpoint(checkpoint, blueprint.shapes, blueprint.engine.seed)
+        _Loader(blueprint, checkpoint, self._ranks, self._device).load(model, self._progress)
+        _connect(model, blueprint, self._ranks)
+        model.model.rotary.to(self._device)
+        if blueprint.engine.compile == "on":
+            for layer in model.model.layers:
+                layer.compile(dynamic=True)
+        return model
 
 
 class _Loader:

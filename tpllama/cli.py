@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import signal
+import string
 import sys
 from typing import Any, NoReturn
 
@@ -108,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (generate, chat):
         _add_sampling(command)
     for command in (generate, chat, plan):
+        _add_cache(command)
         command.add_argument(
             "--model", default="smollm2", metavar="M", help="directory, .gguf file, hub id org/name, or smollm2"
         )
@@ -138,6 +140,17 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--debug", action="store_true", help="tracebacks, and warnings of libraries")
 
 
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kv-cache-memory", type=_size, metavar="SIZE", help="of each rank's keys and values: bytes, or as 512MiB")
+    add("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"), help="auto: the model's")
+    add("--block-size", type=int, default=16, metavar="N", help="tokens in a block of the cache")
+    add("--max-batch-size", type=int, default=32, metavar="N", help="texts in one step")
+    add("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens in one step")
+    add("--no-prefix-caching", dest="prefix_caching", action="store_false", help="compute each prompt as a whole")
+    add("--no-chunked-prefill", dest="chunked_prefill", action="store_false", help="compute each prompt in one step")
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-new-tokens", type=int, default=256, metavar="N")
@@ -148,6 +161,21 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--repetition-penalty", type=float, default=1.0, metavar="R")
     add("--stop", action="append", default=[], metavar="S", help="a text that ends the output (repeatable)")
     add("--ignore-eos", action="store_true")
+
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def _size(text: str) -> int:
+    """Bytes, from a number with or without a unit."""
+    number = text.rstrip(string.ascii_letters)
+    unit = text[len(number) :].lower()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise UserError(
+            f"found --kv-cache-memory {text!r}, expected bytes or a number with KiB, MiB, GiB, as in 512MiB"
+        ) from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

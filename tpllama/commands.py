@@ -21,7 +21,7 @@ from tpllama.terminal import InOrder, Summary, human_bytes, note, plan_table, pr
 
 if TYPE_CHECKING:
     from tpllama.blueprint import Blueprint
-    from tpllama.engine.engine import Prompt
+    from tpllama.engine.text import Prompt
 
 
 def generate(arguments: argparse.Namespace) -> None:

@@ -14,15 +14,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tpllama.checkpoint.open import Checkpoint, open_for, overridden
-from tpllama.config import EngineConfig, LlamaConfig, UserError
+from tpllama.config import EngineConfig, UserError
+from tpllama.llama_config import LlamaConfig
 from tpllama.parallel.launch import Death, Followers
 from tpllama.parallel.place import Place, resolve_tp, torchrun_place
 from tpllama.parallel.split import check_tp
 from tpllama.quantization.recipes import RecipeMap
 
 if TYPE_CHECKING:
-    from tpllama.engine.engine import Engine, Prompt
+    from tpllama.engine.engine import Engine
+    from tpllama.engine.executor import ModelExecutor
     from tpllama.engine.lockstep import Leader
+    from tpllama.engine.policy import Policy
+    from tpllama.engine.text import Prompt
     from tpllama.engine.tokenizer import Message
 
 PromptLike = str | Sequence[int]
@@ -71,7 +75,7 @@ class Preparation:
 
     def prompt(self, prompt: PromptLike) -> Prompt:
         """A raw text's or token ids' prompt. Raises UserError where it doesn't fit."""
-        from tpllama.engine.engine import Prompt
+        from tpllama.engine.text import Prompt
 
         if isinstance(prompt, str):
             return self._checked(Prompt(self.tokenizer.encode(prompt), prompt))
@@ -79,7 +83,7 @@ class Preparation:
 
     def chat_prompt(self, messages: list[Message]) -> Prompt:
         """A conversation's prompt. Raises UserError where it doesn't fit."""
-        from tpllama.engine.engine import Prompt
+        from tpllama.engine.text import Prompt
 
         return self._checked(Prompt(self.tokenizer.encode_chat(messages), str(messages[-1].get("content", ""))))
 
@@ -108,9 +112,24 @@ class Preparation:
         config = self.blueprint.config
         eos = self._eos_token_ids()
         del self.checkpoint  # nothing more is read: its files are closed
-        limits = Limits(self.blueprint.context_length, config.vocab_size, self.config.max_batch_size)
+        limits = Limits(self.blueprint.context_length, config.vocab_size)
         executor = self._leader or runner
-        return Engine(executor, self.tokenizer, eos, limits, self.config.seed, self.config.batch_invariant)
+        return Engine(executor, self.tokenizer, eos, limits, self._policy(executor), self.config.seed)
+
+    def _policy(self, executor: ModelExecutor) -> Policy:
+        from tpllama.engine.policy import Policy
+
+        config = self.config
+        return Policy(
+            max_batch_size=config.max_batch_size,
+            max_batch_tokens=config.max_batch_tokens,
+            chunked_prefill=config.chunked_prefill,
+            # What another prompt computed, it computed in other company.
+            prefix_caching=config.prefix_caching and not config.batch_invariant,
+            host_blocks=executor.cache_shape.num_host_blocks,
+            alone=config.batch_invariant,
+            has_length_rope=self.blueprint.metadata(0).has_length_rope,
+        )
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a text: what the user's override says, or all that the files name."""

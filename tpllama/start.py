@@ -11,13 +11,19 @@ from collections.abc import Callable
 import torch
 
 from tpllama.blueprint import Blueprint
-from tpllama.build import Progress, build
+from tpllama.build import LlamaLoader, Progress
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import EngineConfig, UserError
+from tpllama.engine.cache import PagedCache
+from tpllama.engine.executor import ModelLoader
+from tpllama.engine.memory import free_host_bytes, num_blocks, sized
 from tpllama.engine.runner import Runner
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.mesh import join
 from tpllama.parallel.place import Place, threads_per_rank
+
+# Host memory for the keys and values of preempted requests, where the cache is a GPU's.
+_SWAP_BYTES = 4 << 30
 
 
 def resolve_device(asked: str, local_rank: int = 0) -> torch.device:
@@ -49,7 +55,36 @@ def start_rank(
         torch.cuda.set_device(device)
     mesh, ranks = join(place, device.type, listener, while_waiting)
     _check_same_files(checkpoint, ranks, device)
-    return build(blueprint, checkpoint, mesh, ranks, device, progress)
+    loader = LlamaLoader(blueprint, checkpoint, mesh, ranks, device, progress)
+    return run_model(loader, blueprint, ranks, place, device)
+
+
+def run_model(loader: ModelLoader, blueprint: Blueprint, ranks: Ranks, place: Place, device: torch.device) -> Runner:
+    """Loads the weights, then gives the cache its share of the memory that is left."""
+    engine, metadata = blueprint.engine, loader.metadata
+    model = loader.load()
+    cache = _cache(blueprint, ranks, place, device)
+    return Runner(model, metadata, ranks, cache, device, is_bucketed=engine.compile == "on" or device.type == "cuda")
+
+
+def _cache(blueprint: Blueprint, ranks: Ranks, place: Place, device: torch.device) -> PagedCache:
+    """As many blocks on each rank as fit on all of them."""
+    engine, shape = blueprint.engine, blueprint.cache_shape(ranks.rank)
+    if device.type == "cuda":
+        free, host = torch.cuda.mem_get_info(device)[0], engine.swap_memory
+        host = _SWAP_BYTES if host is None else host
+    else:
+        free, host = free_host_bytes() // place.local_size, engine.swap_memory or 0
+    needed = engine.max_batch_size * blueprint.context_length
+    blocks = num_blocks(shape, engine.kv_cache_memory, needed, free, device.type)
+    blocks, host_blocks = (
+        -ranks.max(torch.tensor([-blocks, -(host // shape.bytes_per_block)], device=device))
+    ).tolist()
+    shape = sized(shape, blocks, host_blocks, engine.kv_cache_memory, device.type)
+    heads = blueprint.metadata(ranks.rank)
+    return PagedCache(
+        shape, heads.num_heads // heads.num_kv_heads, blueprint.dtype, device, always_copy=engine.batch_invariant
+    )
 
 
 def _check_same_files(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tpllama.engine.request import Output, TokenLogprobs
 
 if TYPE_CHECKING:
-    from tpllama.engine.engine import Piece
+    from tpllama.engine.text import Piece
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 

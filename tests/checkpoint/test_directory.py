@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tpllama.checkpoint.open import Checkpoint, open_checkpoint
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 State = dict[str, torch.Tensor]
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tpllama.checkpoint.gguf import GgufCheckpoint
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 EMBEDDINGS = {"token_embd.weight": (np.zeros((40, 64), np.float32), "F32")}
 ZEROS = (np.zeros((64,), np.float32), "F32")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tpllama.checkpoint.gguf import GgufCheckpoint
 from tpllama.checkpoint.gguf_reader import open_gguf
 from tpllama.checkpoint.open import open_checkpoint
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 ARRAYS = {
     "test.strings": ["", "a", "é😀", "x" * 300],

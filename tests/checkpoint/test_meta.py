@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tpllama.checkpoint.meta import MetaCheckpoint
 from tpllama.checkpoint.meta_shards import SplitTensor
 from tpllama.checkpoint.open import TensorInfo
-from tpllama.config import LlamaConfig
+from tpllama.llama_config import LlamaConfig
 
 State = dict[str, torch.Tensor]
 # Four shards cut the two key-value heads in the middle.

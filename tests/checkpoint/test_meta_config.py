@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tpllama.checkpoint.meta_config import config_fields
-from tpllama.config import LlamaConfig, merge
+from tpllama.llama_config import LlamaConfig, merge
 
 PATH = Path("params.json")
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 40, "multiple_of": 32}

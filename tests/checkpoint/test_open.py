@@ -9,7 +9,8 @@ import pytest
 
 from tpllama.checkpoint.gguf import GgufCheckpoint
 from tpllama.checkpoint.open import first_line, open_checkpoint, overridden
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 
 def test_the_embedded_model() -> None:

@@ -24,10 +24,11 @@ from checkpoint import formats
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tpllama.blueprint import check_tensors
+from tpllama.checkpoint.matching import check_tensors
 from tpllama.checkpoint.open import open_checkpoint
 from tpllama.checkpoint.weight_files import open_weight_file
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tpllama import LLM, Output, SamplingParams, UserError
-from tpllama.engine import scheduler
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -215,7 +216,8 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_work(
         for call in (llm.generate, lambda prompts: llm.stream(prompts[1])):
             with pytest.raises(UserError, match=reason):
                 call([PROMPTS[0], prompt])
-        assert llm._engine.executor.cache is None  # type: ignore[attr-defined]
+        assert not llm._engine.scheduler.waiting
+        assert llm._engine.pool.num_available == llm._engine.pool.size
 
 
 # Prompts in chunks.
@@ -241,16 +243,23 @@ def check_first_tokens(llm: LLM, prompts: list[list[int]]) -> None:
             assert abs(logprob - float(expected[token])) < 1e-4
 
 
+def with_steps_of(llm: LLM, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the engine compute everything, in steps of so many tokens."""
+    scheduler = llm._engine.scheduler
+    policy = replace(scheduler.policy, max_batch_tokens=tokens, prefix_caching=False)
+    monkeypatch.setattr(scheduler, "policy", policy)
+
+
 def test_prompts_longer_than_a_step_give_the_logits_of_a_whole_forward(make_checkpoint: MakeCheckpoint) -> None:
-    lengths = [scheduler.PREFILL_TOKENS + 200, 5, 2, scheduler.PREFILL_TOKENS, 900]
-    with LLM(str(make_checkpoint(**LONG)), dtype="float32") as llm:
+    lengths = [712, 5, 2, 512, 900]
+    with LLM(str(make_checkpoint(**LONG)), dtype="float32", max_batch_tokens=512) as llm:
         check_first_tokens(llm, [random_prompt(length) for length in lengths])
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_the_size_of_chunks_changes_nothing(tiny: LLM, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     expected = ids(tiny.generate(PROMPTS, GREEDY)), ids(tiny.generate(PROMPTS, RANDOM))
-    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", budget)
+    with_steps_of(tiny, budget, monkeypatch)
     check_first_tokens(tiny, PROMPTS)
     assert (ids(tiny.generate(PROMPTS, GREEDY)), ids(tiny.generate(PROMPTS, RANDOM))) == expected
 
@@ -260,8 +269,8 @@ def test_the_size_of_chunks_changes_nothing(tiny: LLM, monkeypatch: pytest.Monke
 def test_all_chunks_of_a_prompt_have_the_rope_of_its_whole_length(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, rope: str, budget: int
 ) -> None:
-    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", budget)
     with LLM(str(make_checkpoint(**LENGTH_DEPENDENT[rope])), dtype="float32") as llm:
+        with_steps_of(llm, budget, monkeypatch)
         check_first_tokens(llm, PROMPTS)
 
 
@@ -370,12 +379,19 @@ def test_a_dropped_stream_leaves_nothing_behind(tiny: LLM) -> None:
     assert ids(tiny.generate(PROMPTS, GREEDY)) == expected
 
 
-def test_a_stream_that_another_generation_overtook_says_so(tiny: LLM) -> None:
+def test_generations_that_overlap_share_the_engine(tiny: LLM) -> None:
+    expected = ids(tiny.generate(PROMPTS, GREEDY))
     stream = tiny.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    tiny.generate(PROMPTS, GREEDY)
-    with pytest.raises(RuntimeError, match="another generation"):
-        next(stream)
+    first = next(stream)
+    assert ids(tiny.generate(PROMPTS, GREEDY)) == expected
+    assert [first.token, *(piece.token for piece in stream)] == expected[0]
+
+
+def test_threads_share_the_engine(tiny: LLM) -> None:
+    expected = ids(tiny.generate(PROMPTS, RANDOM))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: ids(tiny.generate([prompt], RANDOM))[0], PROMPTS * 3))
+    assert found == expected * 3
 
 
 def test_closing_twice_is_fine_and_a_closed_llm_says_so(make_checkpoint: MakeCheckpoint) -> None:

@@ -1,146 +1,305 @@
-"""What every schedule keeps to, whatever the prompts: run with tokens made up instead of a model."""
+"""Every schedule gives each request what it would get alone, and leaves no block behind: on a mock model, in steps."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from unittest.mock import patch
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpllama.engine import scheduler as scheduler_module
-from tpllama.engine.batch import Batch, Chunk
-from tpllama.engine.request import SamplingParams, Sequence
+from tpllama.engine.blocks import BlockPool
+from tpllama.engine.policy import Policy
+from tpllama.engine.request import Request, SamplingParams
 from tpllama.engine.scheduler import Scheduler
+
+from .mock_model import VOCAB, MockExecutor, shape
+
+
+def make_request(prompt: list[int], params: SamplingParams, arrival: int = 0, priority: int = 0) -> Request:
+    """The first sample's request; the others are its siblings."""
+    longest = len(prompt) + params.max_new_tokens
+    ends = frozenset(params.stop_token_ids)
+    first, *siblings = [
+        Request(arrival, sample, prompt, params, longest, priority, arrival, end_ids=ends) for sample in range(params.n)
+    ]
+    first.siblings = siblings
+    return first
+
+
+class World:
+    """A scheduler on a mock model."""
+
+    def __init__(self, num_blocks: int, block_size: int, policy: Policy, warm: int | None = None) -> None:
+        self.executor = MockExecutor(shape(num_blocks, block_size, policy.host_blocks), policy.has_length_rope)
+        self.pool = BlockPool(num_blocks, block_size, warm)
+        self.scheduler = Scheduler(self.pool, policy)
+
+    def step(self) -> list[Request]:
+        """The requests that got a token; none when nothing is left."""
+        batch = self.scheduler.schedule()
+        self.scheduler.check()
+        policy = self.scheduler.policy
+        tokens = sum(len(chunk.tokens) for chunk in batch.chunks)
+        assert tokens <= policy.max_batch_tokens or (len(batch.chunks) == 1 and not policy.chunked_prefill)
+        assert len(batch.chunks) <= (1 if policy.alone else policy.max_batch_size)
+        if not batch.chunks:
+            return []
+        got = list(self.scheduler.commit(self.executor.run(batch)))
+        self.scheduler.check()
+        return got
+
+    def is_busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def finish(self) -> None:
+        for _ in range(20_000):
+            if not self.is_busy():
+                break
+            self.step()
+        assert not self.is_busy(), "the schedule never ends"
+        assert self.pool.num_available == self.pool.size
+
+
+def alone(request: Request, block_size: int, policy: Policy) -> list[tuple[Any, ...]]:
+    """What each sample of a request's prompt gets when nothing else runs and there is room for all."""
+    results = []
+    for sample in (request, *request.siblings):
+        params = replace(sample.params, n=1)
+        single = Request(0, sample.sample, sample.prompt_ids, params, sample.max_length, end_ids=sample.end_ids)
+        rope = Policy(has_length_rope=policy.has_length_rope)
+        world = World(world_blocks(single, block_size), block_size, rope)
+        world.scheduler.add(single)
+        world.finish()
+        results.append(outcome(single))
+    return results
+
+
+def world_blocks(request: Request, block_size: int) -> int:
+    return -(-request.max_length // block_size) + 1
+
+
+def outcome(request: Request) -> tuple[Any, ...]:
+    return request.new_ids, request.finish_reason, request.prompt_logprobs
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 12),
+    seed=st.integers(0, 3),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    repetition_penalty=st.sampled_from([1.0, 1.2]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    stop_token_ids=st.sampled_from([(), (3, 4, 5)]),
+    prompt_logprobs=st.sampled_from([None, None, 2]),
+)
+# Few tokens, so that prompts often begin alike.
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+POLICIES = st.builds(
+    Policy,
+    max_batch_size=st.integers(1, 6),
+    max_batch_tokens=st.integers(6, 40),
+    chunked_prefill=st.booleans(),
+    prefix_caching=st.booleans(),
+    host_blocks=st.sampled_from([0, 0, 3, 20]),
+    has_length_rope=st.booleans(),
+)
 
 
 @dataclass(frozen=True)
-class Work:
-    """A group of sequences: a prompt's length and the number of new tokens of each, and how they are scheduled."""
+class Story:
+    """Requests that come and go: (prompt, parameters, priority, step of arrival, step of abortion)."""
 
-    sizes: list[tuple[int, int]]
-    budget: int
-    alone: bool
+    requests: list[tuple[list[int], SamplingParams, int, int, int | None]]
+    policy: Policy
+    block_size: int
+    spare_blocks: int
+    seed: int
 
-    def sequences(self) -> list[Sequence]:
-        params = [SamplingParams(seed=9, max_new_tokens=new) for _, new in self.sizes]
-        return [
-            Sequence(row, 0, [100 * row + place for place in range(prompt)], params[row], prompt + new)
-            for row, (prompt, new) in enumerate(self.sizes)
-        ]
-
-    def run(self, sequences: list[Sequence]) -> Iterator[Batch]:
-        """Every batch until all are finished. A sequence's new tokens are -1, -2, ..."""
-        with patch.object(scheduler_module, "PREFILL_TOKENS", self.budget):
-            scheduler = Scheduler(sequences, self.alone)
-            steps = 0
-            while batch := scheduler.schedule():
-                steps += 1
-                assert steps <= sum(prompt + new for prompt, new in self.sizes), "the schedule never ends"
-                yield batch
-                for chunk in batch:
-                    commit(sequences[chunk.row], chunk)
+    @property
+    def num_blocks(self) -> int:
+        longest = max(len(prompt) + params.max_new_tokens for prompt, params, *_ in self.requests)
+        return -(-longest // self.block_size) + self.spare_blocks
 
 
-def commit(sequence: Sequence, chunk: Chunk) -> None:
-    sequence.computed = chunk.stop
-    if chunk.draw:
-        sequence.new_ids.append(-1 - len(sequence.new_ids))
-        if sequence.length >= sequence.max_length:
-            sequence.finish_reason = "length"
+ARRIVALS = st.tuples(PROMPTS, PARAMS, st.sampled_from([0, 0, 0, 1]), st.integers(0, 25),
+                     st.none() | st.integers(0, 60))  # fmt: skip
+STORIES = st.builds(
+    Story,
+    requests=st.lists(ARRIVALS, min_size=1, max_size=8),
+    policy=POLICIES,
+    block_size=st.integers(1, 7),
+    spare_blocks=st.integers(0, 6),
+    seed=st.integers(0, 9),
+)
 
 
-SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=6)
-WORK = st.builds(Work, sizes=SIZES, budget=st.integers(1, 64), alone=st.booleans())
+def play(story: Story, world: World) -> Iterator[tuple[Request, bool]]:
+    """Lets a story happen; its samples in the end, and whether each was aborted."""
+    chance = random.Random(story.seed)
+    requests = [
+        make_request(prompt, params, place, priority)
+        for place, (prompt, params, priority, *_) in enumerate(story.requests)
+    ]
+    samples = {place: [first, *first.siblings] for place, first in enumerate(requests)}
+    aborted: set[Request] = set()
+    step = 0
+    while world.is_busy() or step <= 60:
+        for place, (_, _, _, arrival, abortion) in enumerate(story.requests):
+            if arrival == step:
+                world.scheduler.add(requests[place])
+            if abortion is not None and arrival <= abortion == step:
+                for sample in samples[place]:
+                    if sample.finish_reason is None and chance.random() < 0.7:
+                        world.scheduler.abort(sample)
+                        world.scheduler.check()
+                        aborted.add(sample)
+        world.step()
+        step += 1
+        assert step < 5000, "the schedule never ends"
+    for several in samples.values():
+        yield from ((sample, sample in aborted) for sample in several)
 
 
-@given(WORK)
-@settings(max_examples=200, deadline=None)
-@example(Work([(40, 2), (1, 1), (7, 3)], 16, False))
-def test_every_token_is_computed_once_in_order(work: Work) -> None:
-    sequences = work.sequences()
-    computed: list[list[int]] = [[] for _ in sequences]
-    for batch in work.run(sequences):
-        for chunk in batch:
-            assert chunk.start == len(computed[chunk.row])
-            computed[chunk.row] += chunk.tokens
-    for tokens, sequence, (_, new) in zip(computed, sequences, work.sizes, strict=True):
-        assert len(sequence.new_ids) == new
-        assert tokens == sequence.prompt_ids + sequence.new_ids[:-1]  # nothing follows the last: it is not computed
+@given(STORIES)
+@settings(max_examples=400, deadline=None)
+def test_each_request_gets_what_it_gets_alone(story: Story) -> None:
+    world = World(story.num_blocks, story.block_size, story.policy)
+    expected = [
+        alone(make_request(prompt, params), story.block_size, story.policy) for prompt, params, *_ in story.requests
+    ]
+    for sample, was_aborted in play(story, world):
+        if not was_aborted:
+            assert outcome(sample) == expected[sample.index][sample.sample]
+    assert world.pool.num_available == world.pool.size
 
 
-@given(WORK)
-@settings(max_examples=200, deadline=None)
-def test_a_prompts_last_chunk_draws_and_so_does_every_new_token(work: Work) -> None:
-    sequences = work.sequences()
-    for batch in work.run(sequences):
-        for chunk in batch:
-            sequence = sequences[chunk.row]
-            assert (chunk.draw is not None) == (chunk.stop == sequence.length)
-            assert chunk.length == sequence.length
-            if chunk.draw:
-                assert chunk.draw.key == (9, sequence.sample, len(sequence.new_ids))
-
-
-@given(WORK)
-@settings(max_examples=200, deadline=None)
-def test_budgets_are_kept_and_used_up(work: Work) -> None:
-    sequences = work.sequences()
-    for batch in work.run(sequences):
-        waiting = sum(len(each.prompt_ids) - each.computed for each in sequences if not each.is_prefilled)
-        count = sum(len(chunk.tokens) for chunk in batch)
-        if waiting == 0:
-            assert all(len(chunk.tokens) == 1 for chunk in batch)
-        elif not work.alone:
-            assert count == min(work.budget, waiting)
-        assert count <= max(work.budget, len(sequences))
-
-
-@given(WORK)
-@settings(max_examples=200, deadline=None)
-def test_batches_have_each_sequence_once_and_none_that_is_finished(work: Work) -> None:
-    sequences = work.sequences()
-    for batch in work.run(sequences):
-        rows = [chunk.row for chunk in batch]
-        assert len(set(rows)) == len(rows)
-        assert all(sequences[row].finish_reason is None for row in rows)
-        assert all(chunk.tokens for chunk in batch)
-
-
-@given(WORK)
+@given(STORIES)
 @settings(max_examples=100, deadline=None)
-def test_all_unfinished_sequences_decode_together_or_each_alone(work: Work) -> None:
-    sequences = work.sequences()
-    for batch in work.run(sequences):
-        if work.alone:
-            assert len(batch) == 1
-        elif all(each.is_prefilled for each in sequences):
-            assert [chunk.row for chunk in batch] == [each.row for each in sequences if each.finish_reason is None]
+def test_alone_in_a_step_chunks_do_not_depend_on_company(story: Story) -> None:
+    policy = replace(story.policy, alone=True, prefix_caching=False)
+    world = World(story.num_blocks, story.block_size, policy)
+    for sample, was_aborted in play(story, world):
+        if not was_aborted:
+            assert outcome(sample) == alone(sample, story.block_size, policy)[0]
 
 
-@given(sizes=SIZES, budget=st.integers(1, 64), row=st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
-def test_alone_a_sequences_batches_do_not_depend_on_the_others(
-    sizes: list[tuple[int, int]], budget: int, row: int
-) -> None:
-    row %= len(sizes)
-    together, single = Work(sizes, budget, alone=True), Work(sizes[row : row + 1], budget, alone=True)
-    own = [batch[0] for batch in together.run(together.sequences()) if batch[0].row == row]
-    solo = [batch[0] for batch in single.run(single.sequences())]
-    assert [(each.start, len(each.tokens)) for each in own] == [(each.start, len(each.tokens)) for each in solo]
+def test_small_caches_do_preempt_and_swap() -> None:
+    """The stories above are no proof if their caches always suffice."""
+    for host_blocks in (0, 30):
+        world = World(12, 2, Policy(host_blocks=host_blocks, prefix_caching=False))
+        requests = [make_request([1] * 6, SamplingParams(max_new_tokens=12, seed=0), place) for place in range(4)]
+        for request in requests:
+            world.scheduler.add(request)
+        world.finish()
+        assert world.scheduler.num_preempted > 0
+        prompts = sum(len(request.prompt_ids) for request in requests)
+        # Swapped requests come back without being computed again.
+        assert (world.executor.computed == prompts + 4 * 11) == bool(host_blocks)
 
 
-def test_alone_sequences_advance_in_turn() -> None:
-    work = Work([(3, 3), (3, 3)], 64, alone=True)
-    assert [batch[0].row for batch in work.run(work.sequences())] == [0, 1, 0, 1, 0, 1]
+def test_a_shared_prefix_is_computed_once() -> None:
+    counts = {}
+    for prefix_caching in (False, True):
+        world = World(2000, 16, Policy(prefix_caching=prefix_caching, max_batch_tokens=512))
+        requests = [make_request([1] * 1024 + [2, place], SamplingParams(max_new_tokens=4, seed=0), place)
+                    for place in range(16)]  # fmt: skip
+        world.scheduler.add(requests[0])
+        while not requests[0].new_ids:
+            world.step()
+        for request in requests[1:]:
+            world.scheduler.add(request)
+        world.finish()
+        counts[prefix_caching] = world.executor.computed
+    assert counts[True] * 10 < counts[False]
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
-def test_a_repetition_penalty_sees_prompt_and_new_tokens(penalty: float) -> None:
-    params = SamplingParams(seed=0, repetition_penalty=penalty)
-    sequence = Sequence(0, 0, [5, 3, 5], params, 10, computed=3, new_ids=[8])
-    (chunk,) = Scheduler([sequence], alone=False).schedule()
-    assert chunk.draw is not None
-    assert chunk.draw.seen == (() if penalty == 1 else (3, 5, 8))
+def test_requests_that_come_together_share_their_prefix_too() -> None:
+    world = World(2000, 16, Policy(max_batch_tokens=512))
+    for place in range(16):
+        world.scheduler.add(make_request([1] * 1024 + [2, place], SamplingParams(max_new_tokens=4, seed=0), place))
+    world.finish()
+    assert world.executor.computed < 2 * 1026 + 16 * 20
+
+
+def test_samples_share_their_prompt() -> None:
+    world = World(100, 4, Policy(prefix_caching=False))
+    world.scheduler.add(make_request([1] * 30, SamplingParams(n=5, max_new_tokens=3, seed=0)))
+    world.finish()
+    assert world.executor.computed == 30 + 5 * 2
+
+
+def test_the_first_to_come_is_the_first_to_finish() -> None:
+    world = World(8, 4, Policy(max_batch_size=2, prefix_caching=False))
+    requests = [make_request([place] * 8, SamplingParams(max_new_tokens=4, seed=0), place) for place in range(6)]
+    for request in requests:
+        world.scheduler.add(request)
+    finished: list[Request] = []
+    while world.is_busy():
+        finished += [request for request in world.step() if request.finish_reason]
+    assert finished == requests
+
+
+def test_a_more_urgent_request_goes_first() -> None:
+    world = World(8, 4, Policy(max_batch_size=1))
+    slow = make_request([1] * 8, SamplingParams(max_new_tokens=20, seed=0), 0, priority=1)
+    urgent = make_request([2] * 8, SamplingParams(max_new_tokens=2, seed=0), 1, priority=0)
+    world.scheduler.add(slow)
+    world.step()
+    world.scheduler.add(urgent)
+    while not urgent.finish_reason:
+        assert slow.finish_reason is None
+        world.step()
+    world.finish()
+    assert outcome(slow) == alone(slow, 4, Policy())[0]
+
+
+def test_texts_go_on_while_a_long_prompt_is_computed() -> None:
+    world = World(200, 4, Policy(max_batch_tokens=8))
+    text = make_request([1], SamplingParams(max_new_tokens=50, seed=0), 1)
+    world.scheduler.add(text)
+    world.step()
+    world.scheduler.add(make_request([2] * 200, SamplingParams(max_new_tokens=1, seed=0), 0))  # the older one
+    for count in range(2, 20):
+        world.step()
+        assert len(text.new_ids) == count
+
+
+def test_memory_that_was_never_used_is_used_last() -> None:
+    world = World(100, 4, Policy(), warm=10)
+    for place in range(50):
+        world.scheduler.add(make_request([place % VOCAB] * 9, SamplingParams(max_new_tokens=3, seed=0), place))
+        world.finish()
+    assert all(slot is None for slot in world.executor.cache[10 * 4 :])
+    world.scheduler.add(make_request([7] * 60, SamplingParams(max_new_tokens=3, seed=0), 99))
+    world.finish()
+
+
+def test_a_sequence_lies_in_neighbouring_blocks() -> None:
+    """While there is room: each of several that grow at the same time has one run."""
+    world = World(400, 4, Policy(max_batch_size=8, prefix_caching=False))
+    requests = [make_request([place] * 10, SamplingParams(max_new_tokens=40, seed=0), place) for place in range(8)]
+    for request in requests:
+        world.scheduler.add(request)
+    for _ in range(30):
+        world.step()
+    assert [len(request.blocks.runs) for request in requests] == [1] * 8
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_blocks_that_are_kept_are_found_until_they_are_needed(block_size: int) -> None:
+    world = World(20, block_size, Policy())
+    prompt = [4] * (5 * block_size + 1)
+    for _ in range(2):
+        world.scheduler.add(make_request(prompt, SamplingParams(max_new_tokens=1, seed=0)))
+        world.finish()
+    assert world.executor.computed == len(prompt) + 1
+    world.scheduler.add(make_request([5] * (19 * block_size), SamplingParams(max_new_tokens=1, seed=0)))
+    world.finish()
+    world.scheduler.add(make_request(prompt, SamplingParams(max_new_tokens=1, seed=0)))
+    before = world.executor.computed
+    world.finish()
+    assert world.executor.computed > before + 1

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from tpllama import LLM, UserError
-from tpllama.config import LlamaConfig
+from tpllama.llama_config import LlamaConfig
 
 MakeCheckpoint = Callable[..., Path]
 

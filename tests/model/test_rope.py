@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tpllama.config import LlamaConfig
+from tpllama.llama_config import LlamaConfig
 from tpllama.model.rope import RotaryEmbedding, inverse_frequencies, rotate
 
 TYPES = ["default", "linear", "dynamic", "yarn", "longrope", "llama3"]

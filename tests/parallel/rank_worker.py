@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpllama.blueprint import meta_model
-from tpllama.config import LlamaConfig
+from tpllama.llama_config import LlamaConfig
 from tpllama.parallel.collectives import ProcessGroupRanks, RankLost, Ranks
 from tpllama.parallel.mesh import join, leave
 from tpllama.parallel.place import Place

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpllama.blueprint import Blueprint, meta_model
 from tpllama.checkpoint.open import open_checkpoint
-from tpllama.config import EngineConfig, LlamaConfig, UserError
+from tpllama.config import EngineConfig, UserError
+from tpllama.llama_config import LlamaConfig
 from tpllama.parallel.plan import Placement, llama_plan, style_of
 from tpllama.parallel.shard import RangeShard, distribute_parameter, owned_slices, shard
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 from tpllama.parallel.split import Ranges, check_tp, legal_tp, scale, split_evenly, split_heads, split_size
 
 SIZES = st.integers(1, 200_000)

@@ -14,7 +14,8 @@ from tpllama.checkpoint.adapter import Adapter
 from tpllama.checkpoint.open import Checkpoint, StoredWeight, TensorInfo
 from tpllama.checkpoint.rotary_rows import from_interleaved
 from tpllama.checkpoint.tiles import TILE, tiles
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 if TYPE_CHECKING:
     import torch

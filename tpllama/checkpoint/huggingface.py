@@ -16,7 +16,8 @@ from tpllama.checkpoint.open import StoredWeight, TensorInfo, first_line, names_
 from tpllama.checkpoint.paths import check_inside
 from tpllama.checkpoint.weight_files import WeightFile, check_floating, fetch_pages, open_weight_file
 from tpllama.checkpoint.weight_set import WeightSet, check_once, read_json
-from tpllama.config import UserError, token_ids
+from tpllama.config import UserError
+from tpllama.llama_config import token_ids
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,8 @@ from tpllama.checkpoint.tokenizer_model import (
 )
 from tpllama.checkpoint.weight_files import WeightFile, fetch_pages, open_weight_file
 from tpllama.checkpoint.weight_set import read_json
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from tpllama.checkpoint.weight_files import WeightFile
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tpllama.config import EngineConfig, UserError, merge
+from tpllama.config import EngineConfig, UserError
+from tpllama.llama_config import merge
 
 if TYPE_CHECKING:
     import torch

@@ -2,54 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpllama.engine.request import TokenLogprobs
 
+# Consecutive blocks of the cache: the first one's number, and how many.
+Run = tuple[int, int]
+# From block, to block.
+Copy = tuple[int, int]
 
-@dataclass(frozen=True)
-class Draw:
-    """How to choose the token after a chunk.
 
-    `key` makes the draw's noise its own: seed, sample and count of new tokens. `seen`: the ids that the repetition
-    penalty applies to.
+class Draw(NamedTuple):
+    """How to choose one token from a row of logits.
+
+    In this order: where `allowed` is given, only tokens whose bit is set in it (bit t % 8 of byte t // 8) may be drawn,
+    and never those of `banned`; `bias` is added to its tokens' logits; the repetition penalty applies to the
+    tokens in `seen`, presence and frequency penalty to those in `counts`, which has (token, times drawn so far);
+    then come temperature (0: the likeliest token), top_k, top_p among those, and min_p.
+
+    `key` makes the draw's noise its own: seed, sample and count of new tokens. `logprobs`: how many of the likeliest
+    tokens to report, of the model's own distribution.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    key: tuple[int, int, int]
-    seen: tuple[int, ...]
-    logprobs: int | None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    key: tuple[int, int, int] = (0, 0, 0)
+    logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seen: tuple[int, ...] = ()
+    counts: tuple[tuple[int, int], ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[int, ...] = ()
+    allowed: bytes | None = None
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive tokens of one sequence, from position `start`, kept in cache row `row`; a draw after the last.
+class Scored(NamedTuple):
+    """Prompt tokens whose log-probabilities are wanted: those that follow a chunk's first tokens, one each."""
 
-    `length` is the sequence's, all of the prompt included, however few of its tokens this chunk has: some RoPE types
-    depend on it.
+    following: tuple[int, ...]
+    logprobs: int
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sequence, from position `start`, kept in the blocks of `runs`, which begin at 0.
+
+    Some RoPE types depend on a sequence's length: a token is rotated for `prompt_length` tokens, or for itself and
+    all before it where these are more, however the tokens were cut into chunks. Each of `draws` chooses a token
+    that follows the last one: several for the samples of one prompt.
     """
 
-    row: int
     start: int
     tokens: tuple[int, ...]
-    length: int
-    draw: Draw | None
+    prompt_length: int
+    runs: tuple[Run, ...]
+    draws: tuple[Draw, ...] = ()
+    scored: Scored | None = None
 
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
 
-Batch = tuple[Chunk, ...]
+class Batch(NamedTuple):
+    """Chunks, whose tokens follow each other in this order, after blocks were moved.
+
+    First `to_host`, then `from_host` (blocks between the device's cache and the host's), then `copies`.
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    to_host: tuple[Copy, ...] = ()
+    from_host: tuple[Copy, ...] = ()
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """The token drawn after one chunk."""
+class Sampled(NamedTuple):
+    """A token that was drawn."""
 
     token: int
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None = None
+
+
+class Result(NamedTuple):
+    """What one chunk gave: a token for each of its draws, and log-probabilities of its scored tokens."""
+
+    drawn: tuple[Sampled, ...] = ()
+    scored: tuple[TokenLogprobs, ...] = ()

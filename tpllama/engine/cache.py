@@ -1,113 +1,190 @@
-"""Keys and values of a fixed group of sequences, and attention over them. The slot of a token is its position."""
+"""Keys and values of all sequences in blocks of a fixed size, and attention over them through block tables.
+
+The place of a token is a slot: its block's number times the block size, and its place in the block.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import mmap
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tpllama.engine.batch import Batch
+from tpllama.engine.attention import Planner, StepAttention
+from tpllama.engine.batch import Batch, Copy, Run
+from tpllama.engine.memory import CacheShape
+
+# What a stored value of these may be at the most.
+_LIMIT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-@dataclass(frozen=True)
-class _Decode:
-    """A step in which each sequence has one token: rows and positions, int64 [n]; mask, bool [n, 1, 1, slots].
+class Store(Protocol):
+    """Vectors [kv_heads, head_dim] by slot, of one layer's keys or values."""
 
-    `run`: the rows as a slice, where they follow each other, so that reading them makes no copy.
-    """
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        """Puts x [n, kv_heads, head_dim] into slots [n]."""
 
-    rows: Tensor
-    run: slice | None
-    positions: Tensor
-    slots: int
-    mask: Tensor
+    def span(self, start: int, count: int) -> Tensor:
+        """Neighbouring slots, [1, kv_heads, count, head_dim] in the dtype of computation."""
 
+    def take(self, slots: Tensor) -> Tensor:
+        """Any slots [n], [1, kv_heads, n, head_dim]: a copy."""
 
-@dataclass(frozen=True)
-class _Prefill:
-    """One chunk of a step: its tokens' places in the step and in its row; mask, bool [queries * tokens, slots]."""
-
-    tokens: slice
-    row: int
-    slots: slice
-    mask: Tensor
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that is stored, each [slots, ...]."""
 
 
-class StaticCache:
-    """One slab per layer, [rows, kv_heads, slots, head_dim], of the size that the local k and v have.
+class PlainStore:
+    """As they are. `data` [slots, kv_heads, head_dim]."""
 
-    `queries_per_kv`: query heads that share a key-value head on this rank.
-    """
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        _, self._heads, self._dim = data.shape
 
-    def __init__(
-        self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, queries_per_kv: int,
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
-        shape = (layers, rows, kv_heads, slots, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.queries_per_kv = queries_per_kv
-        self.device = device
-        self._step: _Decode | list[_Prefill] = []
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        self.data.index_copy_(0, slots, x)
 
-    def begin(self, batch: Batch) -> None:
-        """Prepares the step that computes `batch`, whose tokens follow each other in its order."""
-        if all(len(chunk.tokens) == 1 for chunk in batch):
-            self._step = self._decode(batch)
-        else:
-            self._step = self._prefill(batch)
+    def span(self, start: int, count: int) -> Tensor:
+        size = (1, self._heads, count, self._dim)
+        width = self._heads * self._dim
+        return self.data.as_strided(size, (0, self._dim, width, 1), self.data.storage_offset() + start * width)
 
-    def _decode(self, batch: Batch) -> _Decode:
-        rows = [chunk.row for chunk in batch]
-        positions = torch.tensor([chunk.start for chunk in batch], device=self.device)
-        slots = max(chunk.stop for chunk in batch)
-        mask = torch.arange(slots, device=self.device) <= positions[:, None]
-        is_run = rows == list(range(rows[0], rows[0] + len(rows)))
-        run = slice(rows[0], rows[-1] + 1) if is_run else None
-        return _Decode(torch.tensor(rows, device=self.device), run, positions, slots, mask[:, None, None, :])
+    def take(self, slots: Tensor) -> Tensor:
+        return self.data.index_select(0, slots).transpose(0, 1).unsqueeze(0)
 
-    def _prefill(self, batch: Batch) -> list[_Prefill]:
-        step, first = [], 0
-        for chunk in batch:
-            count = len(chunk.tokens)
-            positions = torch.arange(chunk.start, chunk.stop, device=self.device)
-            visible = torch.arange(chunk.stop, device=self.device) <= positions[:, None]
-            mask = visible.repeat(self.queries_per_kv, 1)
-            step.append(_Prefill(slice(first, first + count), chunk.row, slice(chunk.start, chunk.stop), mask))
-            first += count
-        return step
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.data,)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+class ScaledStore:
+    """In one byte a value, with a scale for each vector: its largest magnitude becomes the largest that fits."""
+
+    def __init__(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        self.data = PlainStore(data)
+        self.scales = PlainStore(scales)  # float32 [slots, kv_heads, 1]
+        self._dtype = dtype
+
+    def write(self, slots: Tensor, x: Tensor) -> None:
+        stored = self.data.data.dtype
+        wide = x.float()
+        scales = (wide.abs().amax(-1, keepdim=True) / _LIMIT[stored]).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = wide / scales
+        self.data.write(slots, (scaled.round() if stored == torch.int8 else scaled).to(stored))
+        self.scales.write(slots, scales)
+
+    def span(self, start: int, count: int) -> Tensor:
+        return self._widen(self.data.span(start, count), self.scales.span(start, count))
+
+    def take(self, slots: Tensor) -> Tensor:
+        return self._widen(self.data.take(slots), self.scales.take(slots))
+
+    def _widen(self, data: Tensor, scales: Tensor) -> Tensor:
+        return (data.float() * scales).to(self._dtype)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return (*self.data.parts(), *self.scales.parts())
+
+
+class LayerCache:
+    """The model's `KVCache` of one layer."""
+
+    def __init__(self, step: CurrentStep, keys: Store, values: Store) -> None:
+        self.keys = keys
+        self.values = values
+        self._step = step
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k, v [tokens, kv_heads, head_dim]; attention of q [tokens, heads, head_dim] over what is stored."""
-        keys, values = self.keys[layer], self.values[layer]
-        if isinstance(self._step, _Decode):
-            return self._attend_decode(self._step, keys, values, q, k, v)
-        out = torch.empty_like(q)
-        for part in self._step:
-            keys[part.row, :, part.slots] = k[part.tokens].transpose(0, 1)
-            values[part.row, :, part.slots] = v[part.tokens].transpose(0, 1)
-            stored = slice(0, part.slots.stop)
-            attended = _attend_chunk(q[part.tokens], keys[part.row, :, stored], values[part.row, :, stored], part.mask)
-            out[part.tokens] = attended
-        return out
+        step = self._step
+        self.keys.write(step.slots, k)
+        self.values.write(step.slots, v)
+        return step.attention.attend(q, self.keys, self.values)
 
-    def _attend_decode(self, step: _Decode, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys[step.rows, :, step.positions] = k
-        values[step.rows, :, step.positions] = v
-        rows = step.rows if step.run is None else step.run
-        stored_keys, stored_values = (x[:, :, : step.slots][rows] for x in (keys, values))
-        # The query heads of a KV head become rows of one query matrix: keys and values are not repeated.
-        grouped = q.unflatten(1, (-1, self.queries_per_kv))
-        out = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, step.mask)
-        return out.flatten(1, 2)
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that is stored, each [slots, ...]."""
+        return (*self.keys.parts(), *self.values.parts())
 
 
-def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q [tokens, heads, head_dim] over keys, values [kv_heads, slots, head_dim]; as above, grouped by KV head."""
-    tokens, heads, head_dim = q.shape
-    kv_heads = keys.shape[0]
-    grouped = q.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], mask)[0]
-    return out.view(kv_heads, -1, tokens, head_dim).permute(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+class CurrentStep:
+    """What all layers of a step have in common: where its tokens are kept, int64 [tokens], and what they look at."""
+
+    slots: Tensor
+    attention: StepAttention
+
+
+class PagedCache:
+    """Layers of keys and values in blocks, on the device and, for preempted requests, on the host.
+
+    The block after the last one takes the tokens that only fill up a step to its size. `always_copy`: what a
+    sequence looks at is brought together first, so that the arithmetic doesn't depend on where it lies.
+    """
+
+    def __init__(self, shape: CacheShape, queries_per_kv: int, dtype: torch.dtype, device: torch.device,
+                 always_copy: bool = False) -> None:  # fmt: skip
+        self.shape = shape
+        self.device = device
+        self._dtype = dtype
+        self._planner = Planner(shape.block_size, queries_per_kv, dtype, device, always_copy)
+        self._step = CurrentStep()
+        slots = (shape.num_blocks + 1) * shape.block_size
+        self.layers = [self._layer(slots, device) for _ in range(shape.num_layers)]
+        host_slots = shape.num_host_blocks * shape.block_size
+        self._host = [self._layer(host_slots, torch.device("cpu")) for _ in range(shape.num_layers) if host_slots]
+
+    def _layer(self, slots: int, device: torch.device) -> LayerCache:
+        return LayerCache(self._step, self._store(slots, device), self._store(slots, device))
+
+    def _store(self, slots: int, device: torch.device) -> Store:
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        stored = getattr(torch, self.shape.dtype)
+        data = _zeros((slots, heads, dim), stored, device)
+        if stored not in _LIMIT:
+            return PlainStore(data)
+        return ScaledStore(data, _zeros((slots, heads, 1), torch.float32, device), self._dtype)
+
+    def begin(self, batch: Batch, size: int) -> None:
+        """Moves blocks as `batch` says, and prepares the step that computes it, filled up to `size` tokens."""
+        for cache, source, blocks in (
+            (self._host, self.layers, batch.to_host),
+            (self.layers, self._host, batch.from_host),
+            (self.layers, self.layers, batch.copies),
+        ):
+            if blocks:
+                self._move(cache, source, list(blocks))
+        slots = [slot for chunk in batch.chunks for slot in slots_of(chunk.runs, chunk.start, chunk.stop, self.shape)]
+        filling = self.shape.num_blocks * self.shape.block_size
+        slots += [filling] * (size - len(slots))
+        self._step.slots = torch.tensor(slots, device=self.device)
+        self._step.attention = self._planner.plan(batch.chunks)
+
+    def _move(self, to: list[LayerCache], source: list[LayerCache], blocks: list[Copy]) -> None:
+        size = self.shape.block_size
+        for to_layer, from_layer in zip(to, source, strict=True):
+            for to_part, from_part in zip(to_layer.parts(), from_layer.parts(), strict=True):
+                for from_block, to_block in blocks:
+                    block = from_part[from_block * size : (from_block + 1) * size]
+                    to_part[to_block * size : (to_block + 1) * size] = block
+
+
+def slots_of(runs: tuple[Run, ...], start: int, stop: int, shape: CacheShape) -> list[int]:
+    """The slots of positions start..stop of a sequence in these blocks."""
+    slots: list[int] = []
+    first = 0
+    for block, count in runs:
+        size = count * shape.block_size
+        low, high = max(start, first), min(stop, first + size)
+        offset = block * shape.block_size - first
+        slots.extend(range(low + offset, high + offset))
+        first += size
+    return slots
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which on the CPU take memory only where they are written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)

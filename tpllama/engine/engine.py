@@ -1,18 +1,22 @@
-"""Requests to texts: schedule a batch, run it, commit what it drew. On the leader only."""
+"""Requests to texts: schedule a step, run it, commit what it drew. On the leader only."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tpllama.config import UserError
-from tpllama.engine.batch import Batch, Sampled
-from tpllama.engine.request import FinishReason, Output, SamplingParams, Sequence
-from tpllama.engine.runner import Executor
+from tpllama.engine.blocks import BlockPool
+from tpllama.engine.executor import ModelExecutor
+from tpllama.engine.grammar import Grammars
+from tpllama.engine.policy import Policy
+from tpllama.engine.request import Request, SamplingParams
 from tpllama.engine.scheduler import Scheduler
-from tpllama.engine.tokenizer import TextStream, Tokenizer
+from tpllama.engine.text import Piece, Prompt, Text
+from tpllama.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,83 +28,105 @@ class Limits:
 
     context_length: int
     vocab_size: int
-    max_batch_size: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """New text of one sample of one prompt; with the last one comes the whole output."""
-
-    index: int
-    sample: int
-    text: str
-    token: int
-    output: Output | None
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt's tokens, and its text where there is one."""
-
-    token_ids: list[int]
-    text: str | None = None
 
 
 class Engine:
-    """Generates texts on an Executor, up to `max_batch_size` at a time."""
+    """Generates texts on a ModelExecutor. Calls from several threads share its steps: whoever waits, runs the next."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], limits: Limits, seed: int,
-        batch_invariant: bool,
+        self, executor: ModelExecutor, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], limits: Limits,
+        policy: Policy, seed: int,
     ) -> None:  # fmt: skip
+        shape = executor.cache_shape
         self.executor = executor
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.limits = limits
+        # A request's keys and values must fit in the cache when it is alone there.
+        self.limits = replace(limits, context_length=min(limits.context_length, shape.num_tokens))
         self.seed = seed
-        self.batch_invariant = batch_invariant
-        self._group: list[Sequence] = []  # whose keys and values the cache holds
-        self._lock = threading.Lock()  # one step at a time, whichever thread asks
+        self.pool = BlockPool(shape.num_blocks, shape.block_size, shape.num_warm_blocks)
+        self.scheduler = Scheduler(self.pool, policy)
+        self.grammars = Grammars(tokenizer, limits.vocab_size, eos_token_ids)
+        self._texts: dict[Request, Text] = {}
+        self._arrivals = 0
+        self._lock = threading.RLock()  # one step at a time, whichever thread asks
 
-    def generate(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[Piece]:
-        """Pieces of all texts as they come. Raises UserError, before any work, for a prompt that doesn't fit."""
-        sequences = [
-            sequence
+    def step(self) -> bool:
+        """Computes the next batch and hands on what it drew; False when nothing is left to do."""
+        batch = self.scheduler.schedule()
+        if not batch.chunks:
+            return False
+        results = self.executor.run(batch)
+        for request in self.scheduler.commit(results):
+            self._texts[request].take_newest()
+            if request.finish_reason is not None:
+                del self._texts[request]
+        return True
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: int = 0
+    ) -> Iterator[Piece]:
+        """Pieces of all texts as they come. Raises UserError, before any work, for a prompt that doesn't fit.
+
+        priority: the lower goes first. An iterator that is dropped ends its requests.
+        """
+        texts = [
+            text
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
-            for sequence in self._sequences(index, prompt, each)
+            for text in self._new_texts(index, prompt, each, priority)
         ]
-        return self._generate(prompts, sequences)
+        return self._pieces(texts)
 
-    def _generate(self, prompts: list[Prompt], sequences: list[Sequence]) -> Iterator[Piece]:
-        size = self.limits.max_batch_size
-        for first in range(0, len(sequences), size):
-            yield from self._run_group(prompts, sequences[first : first + size])
+    def _pieces(self, texts: list[Text]) -> Iterator[Piece]:
+        pieces: deque[Piece | Exception] = deque()
+        try:
+            with self._lock:
+                self._submit(texts, pieces)
+            unfinished = len(texts)
+            while unfinished:
+                if not pieces:
+                    self._advance(pieces)
+                while pieces:
+                    piece = pieces.popleft()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    unfinished -= piece.output is not None
+                    yield piece
+        finally:
+            with self._lock:
+                for text in texts:
+                    if self._texts.pop(text.request, None):
+                        self.scheduler.abort(text.request)
 
-    def _run_group(self, prompts: list[Prompt], group: list[Sequence]) -> Iterator[Piece]:
+    def _submit(self, texts: list[Text], pieces: deque[Piece | Exception]) -> None:
+        for text in texts:
+            text.pieces = pieces
+            self._texts[text.request] = text
+            self._arrivals += text.request.sample == 0
+            text.request.arrival = self._arrivals
+            if text.request.sample == 0:
+                self.scheduler.add(text.request)
+
+    def _advance(self, pieces: deque[Piece | Exception]) -> None:
+        """Runs steps until there are new pieces, in this thread or while it waits for another's."""
         with self._lock:
-            self._group = group
-            self.executor.allocate(len(group), max(sequence.max_length for sequence in group))
-        scheduler = Scheduler(group, alone=self.batch_invariant)
-        by_row = {sequence.row: sequence for sequence in group}
-        streams = {
-            sequence.row: TextStream(self.tokenizer, sequence.prompt_ids, sequence.params.stop) for sequence in group
-        }
-        while batch := scheduler.schedule():
-            sampled = iter(self._run(batch, group))
-            for chunk in batch:
-                sequence = by_row[chunk.row]
-                sequence.computed = chunk.stop
-                if chunk.draw:
-                    yield self._commit(prompts, sequence, streams[chunk.row], next(sampled))
+            try:
+                while not pieces:
+                    assert self.step(), "a text is unfinished, but nothing is left to do"
+            except Exception as error:  # noqa: BLE001 - it is every text's failure, and each raises it where it is read
+                self._fail(error)
 
-    def _run(self, batch: Batch, group: list[Sequence]) -> list[Sampled]:
-        with self._lock:
-            if self._group is not group:
-                raise RuntimeError("another generation began before this one was finished: finish or drop one first")
-            return self.executor.run(batch)
+    def _fail(self, error: Exception) -> None:
+        """Ends all requests with an error."""
+        for text in self._texts.values():
+            self.scheduler.abort(text.request)
+        waiting = {id(text.pieces): text.pieces for text in self._texts.values()}
+        self._texts.clear()
+        for pieces in waiting.values():
+            pieces.append(error)
 
     def logits(self, tokens: list[list[int]]) -> Tensor:
-        """Logits of whole sequences of equal length (see `Executor.logits`)."""
+        """Logits of whole sequences of equal length (see `ModelExecutor.logits`)."""
         with self._lock:
             return self.executor.logits(tokens)
 
@@ -109,40 +135,26 @@ class Engine:
         with self._lock:
             return self.executor.peak_memory_bytes()
 
-    def _commit(self, prompts: list[Prompt], sequence: Sequence, stream: TextStream, drawn: Sampled) -> Piece:
-        sequence.new_ids.append(drawn.token)
-        if drawn.logprobs:
-            sequence.logprobs.append(drawn.logprobs)
-        text = stream.push(drawn.token)
-        sequence.finish_reason = self._finish_reason(sequence, stream, drawn.token)
-        if sequence.finish_reason is None:
-            return Piece(sequence.index, sequence.sample, text, drawn.token, None)
-        text += stream.finish()
-        prompt = prompts[sequence.index]
-        output = Output(
-            index=sequence.index,
-            sample=sequence.sample,
-            prompt=prompt.text,
-            prompt_token_ids=sequence.prompt_ids,
-            text=stream.text,
-            token_ids=sequence.new_ids,
-            finish_reason=sequence.finish_reason,
-            logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
-        )
-        return Piece(sequence.index, sequence.sample, text, drawn.token, output)
-
-    def _finish_reason(self, sequence: Sequence, stream: TextStream, token: int) -> FinishReason | None:
-        if stream.is_stopped or (token in self.eos_token_ids and not sequence.params.ignore_eos):
-            return "stop"
-        return "length" if sequence.length >= sequence.max_length else None
-
-    def _sequences(self, index: int, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
+    def _new_texts(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> list[Text]:
+        """A text for each sample; the first one's request brings the others along."""
         check_prompt(prompt.token_ids, self.limits.context_length, self.limits.vocab_size)
         if params.stop and not self.tokenizer.has_text:
             raise UserError("found stop strings for a checkpoint without a tokenizer, expected none, drop --stop")
-        seeded = params if params.seed is not None else _with_seed(params, self.seed)
+        for token in (*params.logit_bias, *params.stop_token_ids):
+            if not 0 <= token < self.limits.vocab_size:
+                raise UserError(f"found token id {token}, expected 0 to {self.limits.vocab_size - 1}, correct it")
+        seeded = params if params.seed is not None else replace(params, seed=self.seed)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         longest = min(len(prompt.token_ids) + params.max_new_tokens, self.limits.context_length)
-        return [Sequence(index, sample, list(prompt.token_ids), seeded, longest) for sample in range(params.n)]
+        first, *siblings = [
+            Request(
+                index, sample, list(prompt.token_ids), seeded, longest, priority,
+                constraint=self.grammars.constraint(params), end_ids=ends,
+            )
+            for sample in range(params.n)
+        ]  # fmt: skip
+        first.siblings = siblings
+        return [Text(request, prompt, self.tokenizer) for request in (first, *siblings)]
 
 
 def check_prompt(token_ids: list[int], context_length: int, vocab_size: int) -> None:
@@ -152,11 +164,7 @@ def check_prompt(token_ids: list[int], context_length: int, vocab_size: int) -> 
     if len(token_ids) >= context_length:
         raise UserError(
             f"found a prompt of {len(token_ids)} tokens, expected fewer than the context's {context_length}, "
-            f"shorten it or raise --max-seq-len (up to what the model was made for)"
+            f"shorten it or raise --max-seq-len (up to what the model was made for) or --kv-cache-memory"
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         raise UserError(f"found a token id outside the vocabulary, expected 0 to {vocab_size - 1}")
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return replace(params, seed=seed)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpllama.blueprint import Blueprint
-    from tpllama.engine.engine import Engine, Piece, Prompt
+    from tpllama.engine.engine import Engine
+    from tpllama.engine.text import Piece, Prompt
     from tpllama.engine.tokenizer import Message, Tokenizer
 
 

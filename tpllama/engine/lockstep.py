@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from tpllama.engine.batch import Batch, Sampled
+from tpllama.engine.batch import Batch, Result
+from tpllama.engine.memory import CacheShape
 from tpllama.engine.runner import Runner
 from tpllama.parallel.collectives import RankLost, Ranks
 
@@ -19,18 +20,18 @@ _STOP = "stop"
 
 
 class Leader:
-    """An Executor that has every rank do what it is asked."""
+    """A ModelExecutor that has every rank do what it is asked."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._runner = runner
         self._ranks = ranks
         self._is_broken = False
 
-    def allocate(self, rows: int, slots: int) -> None:
-        with self._in_step("allocate", rows, slots):
-            self._runner.allocate(rows, slots)
+    @property
+    def cache_shape(self) -> CacheShape:
+        return self._runner.cache_shape
 
-    def run(self, batch: Batch) -> list[Sampled]:
+    def run(self, batch: Batch) -> list[Result]:
         with self._in_step("run", batch):
             return self._runner.run(batch)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from tpllama.config import UserError
+from tpllama.engine.blocks import BlockTable
 
 FinishReason = Literal["stop", "length"]
 
@@ -15,8 +17,14 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How tokens are chosen and when a text ends.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. seed None takes the
-    engine's. logprobs K asks for the K likeliest tokens' log-probabilities, and the chosen one's, at each position.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 (over prompt and text), presence_penalty
+    and frequency_penalty 0 (over the text) are off. logit_bias: token id to what is added to its logit. seed None
+    takes the engine's. logprobs K asks for the K likeliest tokens' log-probabilities, and the chosen one's, at
+    each position; prompt_logprobs K for those of the prompt's tokens.
+
+    A text ends after max_new_tokens, at a token that ends texts (unless ignore_eos) or is in stop_token_ids, or
+    before a string of `stop`; not before it has min_tokens. At most one of json_schema (a schema, or its JSON),
+    regex and grammar (in llguidance's Lark dialect) constrains the text.
     """
 
     max_new_tokens: int = 256
@@ -25,56 +33,105 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name in ("max_new_tokens", "top_k", "n", "seed", "logprobs"):
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("max_new_tokens", "top_k", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | None):
                 raise UserError(f"found {name} {value!r}, expected an integer")
-        for name, value, fits, expected in (
-            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number from 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "at least 0 (0: off)"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "above 0"),
-            ("n", self.n, self.n >= 1, "at least 1"),
-            ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 100, "from 0 to 100"),
-            ("stop", self.stop, all(self.stop), "no empty string"),
-        ):
+        for name, fits, expected in self._limits():
             if not fits:
-                raise UserError(f"found {name} {value!r}, expected {expected}")
+                raise UserError(f"found {name} {getattr(self, name)!r}, expected {expected}")
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"found {' and '.join(given)}, expected at most one of them, drop the others")
+
+    def _limits(self) -> Iterator[tuple[str, bool, str]]:
+        counts = "from 0 to 100"
+        yield "max_new_tokens", self.max_new_tokens >= 1, "at least 1"
+        yield "temperature", 0 <= self.temperature < math.inf, "a number from 0"
+        yield "top_k", self.top_k >= 0, "at least 0 (0: off)"
+        yield "top_p", 0 < self.top_p <= 1, "above 0 and at most 1"
+        yield "min_p", 0 <= self.min_p <= 1, "from 0 to 1"
+        yield "repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"
+        yield "presence_penalty", math.isfinite(self.presence_penalty), "a finite number"
+        yield "frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"
+        yield "logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"
+        yield "stop", all(self.stop), "no empty string"
+        yield "stop_token_ids", all(isinstance(token, int) for token in self.stop_token_ids), "token ids"
+        yield "min_tokens", 0 <= self.min_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"
+        yield "n", self.n >= 1, "at least 1"
+        yield "logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, counts
+        yield "prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100, counts
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities (natural logarithm, of the model's own distribution) at one generated position."""
+    """Log-probabilities (natural logarithm, of the model's own distribution) at one position."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass
-class Sequence:
-    """One text in the making: a prompt's sample. `computed` counts the tokens whose keys and values are cached."""
+class Constraint(Protocol):
+    """What a text may still become: see `grammar.py`."""
+
+    def allowed(self) -> bytes:
+        """The tokens that may follow, as `Draw.allowed` has them."""
+
+    def accept(self, token: int) -> None:
+        """Takes note of a token that was drawn."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One text in the making: a sample of a prompt.
+
+    `siblings` are the prompt's other samples, which begin once its keys and values are computed. `computed` counts the
+    tokens whose keys and values lie in `blocks`; `host_blocks` has them while the request is swapped out. `digests`
+    are those of its full blocks. The lower of (priority, arrival) goes first.
+    """
 
     index: int
     sample: int
     prompt_ids: list[int]
     params: SamplingParams
     max_length: int
-    row: int = -1
+    priority: int = 0
+    arrival: int = 0
+    constraint: Constraint | None = None
+    end_ids: frozenset[int] = frozenset()
+    siblings: list[Request] = field(default_factory=list)
     computed: int = 0
+    blocks: BlockTable = field(default_factory=BlockTable)
+    digests: list[bytes] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
     new_ids: list[int] = field(default_factory=list)
+    counts: dict[int, int] = field(default_factory=dict)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.priority, self.arrival, self.sample
 
     @property
     def length(self) -> int:
@@ -84,17 +141,38 @@ class Sequence:
     @property
     def is_prefilled(self) -> bool:
         """Whether only the newest token is still to be computed."""
-        return self.computed >= len(self.prompt_ids)
+        return self.computed == self.length - 1 and bool(self.new_ids)
 
-    def tokens(self, start: int, stop: int) -> list[int]:
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Tokens start..stop of prompt and new tokens together."""
         prompt = len(self.prompt_ids)
-        return self.prompt_ids[start:stop] + self.new_ids[max(0, start - prompt) : max(0, stop - prompt)]
+        if start >= prompt:
+            return tuple(self.new_ids[start - prompt : stop - prompt])
+        return (*self.prompt_ids[start:stop], *self.new_ids[: max(0, stop - prompt)])
+
+    def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Takes a token that was drawn, -1 if none was left to draw, and says whether it is the last one."""
+        if token < 0:
+            self.finish_reason = "stop"
+            return
+        self.new_ids.append(token)
+        self.counts[token] = self.counts.get(token, 0) + 1
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        if token in self.end_ids and len(self.new_ids) >= self.params.min_tokens:
+            self.finish_reason = "stop"
+        elif self.length >= self.max_length:
+            self.finish_reason = "length"
 
 
 @dataclass(frozen=True)
 class Output:
-    """A finished text. `index` is the prompt's place in the call, `sample` counts from 0 to n - 1."""
+    """A finished text. `index` is the prompt's place in the call, `sample` counts from 0 to n - 1.
+
+    prompt_logprobs: of each of the prompt's tokens from the second one.
+    """
 
     index: int
     sample: int
@@ -104,6 +182,7 @@ class Output:
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def prompt_tokens(self) -> int:

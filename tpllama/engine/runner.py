@@ -2,77 +2,72 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tpllama.engine.batch import Batch, Sampled
-from tpllama.engine.cache import StaticCache
+from tpllama.engine.batch import Batch, Chunk, Result, Sampled
+from tpllama.engine.cache import PagedCache
+from tpllama.engine.executor import CausalModel, ModelMetadata, bucket
+from tpllama.engine.memory import CacheShape
+from tpllama.engine.request import TokenLogprobs
 from tpllama.engine.sampler import Sampler
-from tpllama.model.llama import Llama
 from tpllama.parallel.collectives import Ranks
 
 
-class Executor(Protocol):
-    """What the engine asks of the model, whether it runs on one rank or many."""
-
-    def allocate(self, rows: int, slots: int) -> None:
-        """Makes an empty cache for `rows` sequences of up to `slots` tokens, in place of the one before."""
-
-    def run(self, batch: Batch) -> list[Sampled]:
-        """Computes the batch; the draws of its chunks that have one, in order."""
-
-    def logits(self, tokens: list[list[int]]) -> Tensor:
-        """Logits of whole sequences of equal length, float32 [batch, seq, vocab], by the reference forward."""
-
-    def peak_memory_bytes(self) -> list[int]:
-        """Each rank's peak memory so far."""
-
-
 class Runner:
-    """An Executor on this rank's share of the model. `owned`: the range of token ids its output head has."""
+    """A ModelExecutor on this rank's share of a model.
+
+    is_bucketed: steps are filled up to a few sizes, so that what was compiled or captured for one is used again.
+    """
 
     def __init__(
-        self, model: Llama, ranks: Ranks, heads: tuple[int, int], owned: tuple[int, int], dtype: torch.dtype,
-        device: torch.device,
+        self, model: CausalModel, metadata: ModelMetadata, ranks: Ranks, cache: PagedCache, device: torch.device,
+        is_bucketed: bool,
     ) -> None:  # fmt: skip
         self.model = model
         self.ranks = ranks
-        self.num_heads, self.num_kv_heads = heads
-        self.dtype = dtype
+        self.cache = cache
         self.device = device
-        self.sampler = Sampler(ranks, owned, model.config.vocab_size)
-        self.cache: StaticCache | None = None
+        self.is_bucketed = is_bucketed
+        self.sampler = Sampler(ranks, metadata.owned_tokens, metadata.vocab_size)
 
-    def allocate(self, rows: int, slots: int) -> None:
-        self.cache = None  # given back before the next is taken
-        config = self.model.config
-        queries_per_kv = self.num_heads // self.num_kv_heads
-        self.cache = StaticCache(
-            config.num_layers, rows, slots, self.num_kv_heads, config.head_dim, queries_per_kv, self.dtype, self.device
-        )
+    @property
+    def cache_shape(self) -> CacheShape:
+        return self.cache.shape
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[Sampled]:
-        assert self.cache is not None
-        tokens = [token for chunk in batch for token in chunk.tokens]
-        positions = [position for chunk in batch for position in range(chunk.start, chunk.stop)]
-        lengths = [chunk.length for chunk in batch for _ in chunk.tokens]
-        last, ends = -1, []
-        for chunk in batch:
-            last += len(chunk.tokens)
-            ends.append(last)
-        draws = [chunk.draw for chunk in batch if chunk.draw]
-        select = [end for chunk, end in zip(batch, ends, strict=True) if chunk.draw]
-        self.cache.begin(batch)
-        logits = self.model(*(self._ids(x) for x in (tokens, positions, lengths)), self.cache, self._ids(select))
-        return self.sampler.sample(logits, draws) if draws else []
+    def run(self, batch: Batch) -> list[Result]:
+        tokens, positions, lengths = _columns(batch.chunks)
+        drawn, scored = _selected(batch.chunks)
+        size = bucket(len(tokens)) if self.is_bucketed else len(tokens)
+        self.cache.begin(batch, size)
+        filling = [0] * (size - len(tokens))
+        ids, places, spans = torch.tensor(
+            [tokens + filling, positions + filling, lengths + [1] * len(filling)], device=self.device
+        )
+        select = torch.tensor(drawn + scored, dtype=torch.int64, device=self.device)
+        logits = self.model(ids, places, spans, self.cache.layers, select)
+        return self._results(batch.chunks, logits[: len(drawn)], logits[len(drawn) :])
 
-    def _ids(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _results(self, chunks: tuple[Chunk, ...], drawn: Tensor, scored: Tensor) -> list[Result]:
+        draws = [draw for chunk in chunks for draw in chunk.draws]
+        sampled: list[Sampled] = self.sampler.sample(drawn, draws) if draws else []
+        wanted = [chunk.scored for chunk in chunks if chunk.scored]
+        following = [token for each in wanted for token in each.following]
+        counts = [each.logprobs for each in wanted for _ in each.following]
+        scores: list[TokenLogprobs] = self.sampler.score(scored, following, counts) if wanted else []
+        next_sampled, next_score = iter(sampled), iter(scores)
+        return [
+            Result(
+                tuple(itertools.islice(next_sampled, len(chunk.draws))),
+                tuple(itertools.islice(next_score, len(chunk.scored.following) if chunk.scored else 0)),
+            )
+            for chunk in chunks
+        ]
 
     @torch.inference_mode()
     def logits(self, tokens: list[list[int]]) -> Tensor:
@@ -88,6 +83,32 @@ class Runner:
         is_gpu = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if is_gpu else _peak_resident_bytes()
         return [int(each) for each in self.ranks.gather(torch.tensor([peak], device=self.device))[:, 0]]
+
+
+def _columns(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, their positions, and the lengths for which they are rotated."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    lengths: list[int] = []
+    for chunk in chunks:
+        places = range(chunk.start, chunk.stop)
+        tokens += chunk.tokens
+        positions += places
+        lengths += [max(chunk.prompt_length, place + 1) for place in places]
+    return tokens, positions, lengths
+
+
+def _selected(chunks: tuple[Chunk, ...]) -> tuple[list[int], list[int]]:
+    """The step's tokens whose logits are wanted: once for each draw, and for each scored token that follows one."""
+    drawn: list[int] = []
+    scored: list[int] = []
+    first = 0
+    for chunk in chunks:
+        if chunk.scored:
+            scored += range(first, first + len(chunk.scored.following))
+        first += len(chunk.tokens)
+        drawn += [first - 1] * len(chunk.draws)
+    return drawn, scored
 
 
 def _peak_resident_bytes() -> int:

@@ -1,66 +1,253 @@
-"""Which tokens the next step computes. Plain Python, no torch.
+"""Which tokens the next step computes, and whose blocks make room. Plain Python, no torch.
 
-A fixed group of sequences starts together, each with a cache row of its own: prompts first, in chunks, then
-one token of each per step until all are finished.
+Requests wait, run, and are preempted when the cache is full: the last in order first. A preempted one waits in its
+place again, and what it had is computed once more, or comes back from the host's memory.
 """
 
 from __future__ import annotations
 
-from tpllama.engine.batch import Batch, Chunk, Draw
-from tpllama.engine.request import Sequence
+import bisect
+from collections.abc import Iterable, Iterator
 
-# Prompt tokens per step: bounds the memory of activations and attention masks.
-PREFILL_TOKENS = 512
+from tpllama.engine.batch import Batch, Chunk, Copy, Result
+from tpllama.engine.blocks import BlockPool, BlockTable, digests_of
+from tpllama.engine.chunks import next_chunk
+from tpllama.engine.policy import Policy
+from tpllama.engine.request import Request
 
 
 class Scheduler:
-    """Batches for a group of sequences. `alone`: one sequence per batch, so that none depends on its company."""
+    """Requests and the blocks that they have. `num_preempted` counts how often one had to make room."""
 
-    def __init__(self, sequences: list[Sequence], alone: bool) -> None:
-        for row, sequence in enumerate(sequences):
-            sequence.row = row
-        self.running = list(sequences)
-        self.alone = alone
+    def __init__(self, pool: BlockPool, policy: Policy) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preempted = 0
+        self.num_found = 0  # tokens whose keys and values were in the cache already
+        self._host_free = list(range(policy.host_blocks))
+        self._budget = 0
+        self._chunks: dict[Request, Chunk] = {}
+        self._copies: list[Copy] = []
+        self._to_host: list[Copy] = []
+        self._from_host: list[Copy] = []
+
+    def add(self, request: Request) -> None:
+        """Has a request wait for its turn."""
+        bisect.insort(self.waiting, request, key=lambda each: each.order)
+
+    def abort(self, request: Request) -> None:
+        """Forgets a request, whatever its state, and takes its blocks back. Its siblings go on."""
+        for requests in (self.waiting, self.running):
+            if request in requests:
+                requests.remove(request)
+                self._release(request)
+                if request.siblings:
+                    first, *others = request.siblings
+                    first.siblings, request.siblings = others, []
+                    self.add(first)
+        for parent in (*self.waiting, *self.running):
+            if request in parent.siblings:
+                parent.siblings.remove(request)
 
     def schedule(self) -> Batch:
-        """The next batch; empty when all sequences are finished."""
-        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
-        waiting = [sequence for sequence in self.running if not sequence.is_prefilled]
-        if waiting:
-            return self._prefill(waiting[:1] if self.alone else waiting)
-        if self.alone and self.running:
-            # The one that is furthest behind, so that all advance in turn.
-            return (_chunk(min(self.running, key=lambda sequence: len(sequence.new_ids)), 1),)
-        return tuple(_chunk(sequence, 1) for sequence in self.running)
+        """The next step; without chunks when no request is left."""
+        self._chunks, self._copies, self._to_host, self._from_host = {}, [], [], []
+        self._budget = self.policy.max_batch_tokens
+        if self.policy.alone:
+            self._schedule_one()
+        else:
+            self._give_way()
+            self._schedule_running()
+            self._schedule_waiting()
+        chunks = tuple(self._chunks.values())
+        return Batch(chunks, tuple(self._copies), tuple(self._to_host), tuple(self._from_host))
 
-    def _prefill(self, waiting: list[Sequence]) -> Batch:
-        budget, chunks = PREFILL_TOKENS, []
-        for sequence in waiting:
-            count = min(budget, len(sequence.prompt_ids) - sequence.computed)
-            chunks.append(_chunk(sequence, count))
-            budget -= count
-            if budget == 0:
-                break
-        return tuple(chunks)
+    def _give_way(self) -> None:
+        """Preempts a running request for a waiting one of higher priority that has no room otherwise."""
+        if not self.waiting or not self.running or self.running[-1].priority <= self.waiting[0].priority:
+            return
+        is_full = len(self.running) >= self.policy.max_batch_size
+        if is_full or self.pool.blocks_for(self.waiting[0].length) > self.pool.num_available:
+            self._preempt(self.running[-1])
 
+    def _schedule_running(self) -> None:
+        """A token for each text first, so that none has to wait for others' prompts; then prompts."""
+        for request in sorted(self.running, key=lambda request: not request.is_prefilled):
+            if self._budget > 0 and request in self.running:
+                count = self._count(request)
+                if count and self._make_room(request, count):
+                    self._compute(request, count)
 
-def _chunk(sequence: Sequence, count: int) -> Chunk:
-    start, stop = sequence.computed, sequence.computed + count
-    draw = _draw(sequence) if stop == sequence.length else None
-    return Chunk(sequence.row, start, tuple(sequence.tokens(start, stop)), sequence.length, draw)
+    def _schedule_waiting(self) -> None:
+        while self.waiting and len(self.running) < self.policy.max_batch_size and self._budget > 0:
+            request = self.waiting[0]
+            if not self._admit(request):
+                return
+            count = self._count(request)
+            if count == 0 or not self._has_room(request, count):
+                return
+            self._compute(request, count)
 
+    def _schedule_one(self) -> None:
+        """Of all that fit, a prompt first; else the text that is furthest behind, so that all advance in turn."""
+        while self.waiting and len(self.running) < self.policy.max_batch_size and self._admit(self.waiting[0]):
+            pass
+        prompts = [request for request in self.running if not request.new_ids]
+        texts = sorted(self.running, key=lambda request: (len(request.new_ids), request.order))
+        for request in (prompts or texts)[:1]:
+            count = self._count(request)
+            if self._make_room(request, count):
+                self._compute(request, count)
+            else:
+                self._schedule_one()
 
-def _draw(sequence: Sequence) -> Draw:
-    params = sequence.params
-    assert params.seed is not None
-    seen = {*sequence.prompt_ids, *sequence.new_ids} if params.repetition_penalty != 1 else ()
-    return Draw(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        key=(params.seed, sequence.sample, len(sequence.new_ids)),
-        seen=tuple(sorted(seen)),
-        logprobs=params.logprobs,
-    )
+    def _admit(self, request: Request) -> bool:
+        """Moves a waiting request to the running ones, if its tokens so far will fit beside theirs."""
+        if request.host_blocks:
+            return self._swap_in(request)
+        table = self._find(request)
+        free = self.pool.num_available - len(self.running)  # each of which may need a block soon
+        if self.running and self.pool.blocks_for(request.length) - len(table.blocks) > free:
+            self.pool.release(table)
+            return False
+        request.blocks = table
+        request.computed = len(table.blocks) * self.pool.block_size
+        self.num_found += request.computed
+        self._begin(request)
+        return True
+
+    def _begin(self, request: Request) -> None:
+        self.waiting.remove(request)
+        bisect.insort(self.running, request, key=lambda each: each.order)
+
+    def _find(self, request: Request) -> BlockTable:
+        """What the cache has of a request's tokens already, but for the last one, which has to be computed."""
+        scored = len(request.prompt_logprobs) + 1 if request.params.prompt_logprobs is not None else request.length
+        if not self.policy.prefix_caching or scored < len(request.prompt_ids):
+            return BlockTable()
+        return self.pool.find(self._digests(request, request.length - 1))
+
+    def _digests(self, request: Request, stop: int) -> list[bytes]:
+        """The digests of the full blocks of a request's first `stop` tokens."""
+        size = self.pool.block_size
+        if len(request.digests) < stop // size:
+            seed = str(len(request.prompt_ids) if self.policy.has_length_rope else 0).encode()
+            request.digests = digests_of(request.tokens(0, stop), size, seed, request.digests)
+        return request.digests[: stop // size]
+
+    def _count(self, request: Request) -> int:
+        """How many of a request's tokens the step may compute."""
+        policy, prompt = self.policy, len(request.prompt_ids)
+        due = request.length - request.computed
+        if policy.alone:
+            border = (request.computed // policy.max_batch_tokens + 1) * policy.max_batch_tokens
+            return min(border, prompt) - request.computed if request.computed < prompt else 1
+        if not policy.chunked_prefill and due > self._budget:
+            return 0 if self._chunks else due
+        return min(due, self._budget)
+
+    def _has_room(self, request: Request, count: int) -> bool:
+        """Gives a request the blocks for its next `count` tokens, if there are so many."""
+        pool, table = self.pool, request.blocks
+        if request.computed % pool.block_size and pool.is_last_shared(table):
+            copy = pool.own_last(table)
+            if copy is None:
+                return False
+            self._copies.append(copy)
+        missing = pool.blocks_for(request.computed + count) - len(table.blocks)
+        return missing <= 0 or pool.grow(table, missing, pool.blocks_for(request.max_length))
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """As `_has_room`, at the cost of those that come last in order. False if that was the request itself."""
+        while not self._has_room(request, count):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def _compute(self, request: Request, count: int) -> None:
+        self._chunks[request] = next_chunk(request, count)
+        self._budget -= count
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preempted += 1
+        self.running.remove(request)
+        if (chunk := self._chunks.pop(request, None)) is not None:
+            self._budget += len(chunk.tokens)
+            self._copies = [copy for copy in self._copies if copy[1] not in request.blocks.blocks]
+        if request.computed and len(self._host_free) >= len(request.blocks.blocks) and not self._from_host:
+            request.host_blocks = [self._host_free.pop() for _ in request.blocks.blocks]
+            self._to_host += zip(request.blocks.blocks, request.host_blocks, strict=True)
+            request.blocks = self.pool.release(request.blocks)
+        else:
+            self._release(request)
+        self.add(request)
+
+    def _swap_in(self, request: Request) -> bool:
+        most = self.pool.blocks_for(request.max_length)
+        free = self.pool.num_available - len(self.running)
+        # In one step blocks go one way only: what comes in may lie where another's go to.
+        if (self.running and len(request.host_blocks) > free) or self._to_host:
+            return False
+        if not self.pool.grow(request.blocks, len(request.host_blocks), most):
+            return False
+        self._from_host += zip(request.host_blocks, request.blocks.blocks, strict=True)
+        self._host_free += request.host_blocks
+        request.host_blocks = []
+        self._begin(request)
+        return True
+
+    def _release(self, request: Request) -> None:
+        request.blocks = self.pool.release(request.blocks)
+        self._host_free += request.host_blocks
+        request.host_blocks = []
+        request.computed = 0
+
+    def commit(self, results: Iterable[Result]) -> Iterator[Request]:
+        """Takes note of what the step gave: every request with a new token. Who gets it may end the request then."""
+        for (request, chunk), result in zip(self._chunks.items(), results, strict=True):
+            request.computed = chunk.stop
+            if self.policy.prefix_caching:
+                self.pool.keep(request.blocks, self._digests(request, request.computed))
+            # What was computed again after a preemption was scored before.
+            request.prompt_logprobs += result.scored[max(0, len(request.prompt_logprobs) - chunk.start) :]
+            if chunk.draws:
+                siblings, request.siblings = request.siblings, []
+                for sibling in siblings:
+                    self._fork(request, sibling)
+                for each, sampled in zip((request, *siblings), result.drawn, strict=True):
+                    each.append(sampled.token, sampled.logprobs)
+                    yield each
+                for each in (*reversed(siblings), request):
+                    self._settle(each)
+
+    def _fork(self, parent: Request, sibling: Request) -> None:
+        sibling.blocks = self.pool.fork(parent.blocks)
+        sibling.computed = parent.computed
+        sibling.digests = list(parent.digests)
+        sibling.prompt_logprobs = list(parent.prompt_logprobs)
+        bisect.insort(self.running, sibling, key=lambda each: each.order)
+
+    def _settle(self, request: Request) -> None:
+        """Ends a request that is finished; one that is too many for a step has to wait."""
+        if request.finish_reason is None and len(self.running) <= self.policy.max_batch_size:
+            return
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+            if request.finish_reason is None:
+                self.add(request)
+
+    def check(self) -> None:
+        """Asserts that every block, on the device and on the host, is accounted for."""
+        requests = [*self.waiting, *self.running]
+        self.pool.check(request.blocks for request in requests)
+        host = [block for request in requests for block in request.host_blocks]
+        assert sorted(host + self._host_free) == list(range(self.policy.host_blocks))
+        assert len(self.running) <= self.policy.max_batch_size
+        assert all(not request.blocks.blocks for request in self.waiting)
+        for request in self.running:
+            assert request.computed <= min(request.length, len(request.blocks.blocks) * self.pool.block_size)

@@ -11,6 +11,8 @@ from tpllama.config import UserError
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes; more tokens than that can't complete one.
 _MAX_HELD_TOKENS = 8
+# So many tokens are decoded again with each new one at the most: the last ones give it its context.
+_MAX_WINDOW_TOKENS = 24
 
 Message = dict[str, Any]
 
@@ -45,6 +47,10 @@ class Tokenizer:
     def eos_token_ids(self) -> tuple[int, ...]:
         eos = self._inner.eos_token_id if self._inner else None
         return () if eos is None else (eos,)
+
+    def backend(self) -> Any:
+        """The transformers tokenizer itself, for a library that reads its vocabulary."""
+        return self._given()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a raw prompt, with the special tokens that the tokenizer puts around a text."""
@@ -100,43 +106,46 @@ class TextStream:
         self._ids = _end_of(tokenizer, context)
         self._prefix = 0
         self._read = len(self._ids)
+        self._before = tokenizer.decode(self._ids)  # the text of tokens from `_prefix` to `_read`
         self._partial_tokens = 0
         self._stop = stop
         self._held = ""
         self.text = ""
         self.is_stopped = False
 
-    def push(self, token: int) -> str:
-        """Adds a token; the text that is now certain."""
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """Adds a token; the text that is now certain. may_stop: stop strings count already."""
         self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
         now = self._tokenizer.decode(self._ids[self._prefix :])
         self._partial_tokens = self._partial_tokens + 1 if now.endswith(_REPLACEMENT) else 0
-        if 0 < self._partial_tokens < _MAX_HELD_TOKENS or len(now) <= len(before):
+        if 0 < self._partial_tokens < _MAX_HELD_TOKENS or len(now) <= len(self._before):
             return ""
-        self._prefix, self._read = self._read, len(self._ids)
+        new = now[len(self._before) :]
         self._partial_tokens = 0
-        return self._release(now[len(before) :])
+        if len(self._ids) - self._prefix > _MAX_WINDOW_TOKENS:
+            self._prefix = self._read
+            now = self._tokenizer.decode(self._ids[self._prefix :])
+        self._before, self._read = now, len(self._ids)
+        return self._release(new, self._stop if may_stop else ())
 
     def finish(self) -> str:
         """The text that was still held back."""
-        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        rest = self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
-        piece = self._release(rest) if not self.is_stopped else ""
+        rest = self._tokenizer.decode(self._ids[self._prefix :])[len(self._before) :]
+        piece = self._release(rest, self._stop) if not self.is_stopped else ""
         if not self.is_stopped:
             piece += self._held
             self.text += self._held
         self._held = ""
         return piece
 
-    def _release(self, new: str) -> str:
+    def _release(self, new: str, stops: tuple[str, ...]) -> str:
         pending = self._held + new
-        found = [(at + len(stop), at) for stop in self._stop if (at := pending.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in stops if (at := pending.find(stop)) >= 0]
         if found:
             self.is_stopped = True
             piece, self._held = pending[: min(found)[1]], ""
         else:
-            held = max((_overlap(pending, stop) for stop in self._stop), default=0)
+            held = max((_overlap(pending, stop) for stop in stops), default=0)
             piece, self._held = pending[: len(pending) - held], pending[len(pending) - held :]
         self.text += piece
         return piece

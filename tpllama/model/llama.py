@@ -6,7 +6,7 @@ equal transformers'. Attention takes its head counts from the tensors it is give
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpllama.config import LlamaConfig
+from tpllama.llama_config import LlamaConfig
 from tpllama.model.rope import RotaryEmbedding, rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,9 +28,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class KVCache(Protocol):
-    """Keys and values of earlier tokens, and attention over them."""
+    """One layer's keys and values of earlier tokens, and attention over them."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores this step's k and v [tokens, kv_heads, head_dim]; attention of q [tokens, heads, head_dim]."""
 
 
@@ -54,9 +54,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, layer: int) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.layer = layer
         self.head_dim = config.head_dim
         hidden, q_size, kv_size = (
             config.hidden_size,
@@ -72,7 +71,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: KVCache | None) -> Tensor:
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos_sin), rotate(k, cos_sin)
-        attended = causal_attention(q, k, v) if cache is None else cache.attend(self.layer, q, k, v)
+        attended = causal_attention(q, k, v) if cache is None else cache.attend(q, k, v)
         return self.o_proj(attended.flatten(-2))
 
 
@@ -90,10 +89,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, layer: int) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -106,15 +105,15 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary = RotaryEmbedding(config)
 
-    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, caches: Sequence[KVCache] | None) -> Tensor:
         x = self.embed_tokens(tokens)
         cos_sin = self.rotary(positions, lengths, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos_sin, cache)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos_sin, None if caches is None else caches[index])
         return x
 
 
@@ -134,21 +133,21 @@ class Llama(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
-        cache: KVCache | None = None,
+        caches: Sequence[KVCache] | None = None,
         select: Tensor | None = None,
     ) -> Tensor:
         """Logits in the model's dtype.
 
-        Without a cache: tokens int64 [batch, seq] from position 0, logits [batch, seq, vocab].
-        With a cache: tokens, positions and lengths (of each token's sequence, this step included) int64 [n],
-        of any mix of sequences that the cache knows; `select` int64 [m] picks the tokens whose logits are
+        Without caches: tokens int64 [batch, seq] from position 0, logits [batch, seq, vocab].
+        With one for each layer: tokens, positions and lengths (of each token's sequence, this step included) int64
+        [n], of any mix of sequences that the caches know; `select` int64 [m] picks the tokens whose logits are
         wanted: [m, vocab].
         """
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
         if lengths is None:
             lengths = positions.amax(-1, keepdim=True) + 1
-        x = self.model(tokens, positions, lengths, cache)
+        x = self.model(tokens, positions, lengths, caches)
         if select is not None:
             x = x[select]
         return self.lm_head(self.model.norm(x))

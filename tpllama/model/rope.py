@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.config import LlamaConfig
+from tpllama.llama_config import LlamaConfig
 
 
 class RotaryEmbedding(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpllama.config import LlamaConfig
+from tpllama.llama_config import LlamaConfig
 from tpllama.parallel.collectives import OwnTokensEmbedding, Ranks, sum_output
 from tpllama.parallel.shard import RangeShard, distribute_parameter
 from tpllama.parallel.split import Ranges, check_tp, scale, split_heads, split_size

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from tpllama.config import LlamaConfig, UserError
+from tpllama.config import UserError
+from tpllama.llama_config import LlamaConfig
 
 # One (start, stop) per rank.
 Ranges = tuple[tuple[int, int], ...]

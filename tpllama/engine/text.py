@@ -1,0 +1,73 @@
+"""A request's tokens as text, piece by piece, and its output at the end. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tpllama.engine.request import Output, Request
+from tpllama.engine.tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's tokens, and its text where there is one."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of one sample of one prompt; with the last one comes the whole output.
+
+    token: -1 where none was left to draw.
+    """
+
+    index: int
+    sample: int
+    text: str
+    token: int
+    output: Output | None
+
+
+class Text:
+    """What becomes of one request. `pieces` takes what comes of it."""
+
+    def __init__(self, request: Request, prompt: Prompt, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.pieces: deque[Piece | Exception] = deque()
+        self._taken = 0
+        self._stream = TextStream(tokenizer, prompt.token_ids, request.params.stop)
+
+    def take_newest(self) -> None:
+        """Makes a piece of the newest token, and ends the request where its text holds a stop string."""
+        request = self.request
+        text, token = "", -1
+        if len(request.new_ids) > self._taken:
+            token = request.new_ids[-1]
+            text = self._stream.push(token, may_stop=len(request.new_ids) >= request.params.min_tokens)
+        self._taken = len(request.new_ids)
+        if self._stream.is_stopped:
+            request.finish_reason = "stop"
+        output = None
+        if request.finish_reason is not None:
+            text += self._stream.finish()
+            output = self._output()
+        self.pieces.append(Piece(request.index, request.sample, text, token, output))
+
+    def _output(self) -> Output:
+        request, params = self.request, self.request.params
+        assert request.finish_reason is not None
+        return Output(
+            index=request.index,
+            sample=request.sample,
+            prompt=self.prompt.text,
+            prompt_token_ids=request.prompt_ids,
+            text=self._stream.text,
+            token_ids=request.new_ids,
+            finish_reason=request.finish_reason,
+            logprobs=request.logprobs if params.logprobs is not None else None,
+            prompt_logprobs=request.prompt_logprobs if params.prompt_logprobs is not None else None,
+        )
