@@ -261,7 +261,7 @@ def as_rank(engine_json: str, port: int, fd: int, rank: int) -> None:
     """One rank: everything up to the weights, then the weights, as start_rank does."""
     import torch
 
-    from tpllama.build import build, weight_bytes
+    from tpllama.build import LlamaLoader, weight_bytes
     from tpllama.checkpoint.open import open_checkpoint
     from tpllama.config import EngineConfig
     from tpllama.parallel.mesh import join
@@ -279,10 +279,10 @@ def as_rank(engine_json: str, port: int, fd: int, rank: int) -> None:
     tell("ready")
     sys.stdin.readline()
     started = time.perf_counter()
-    runner = build(blueprint, checkpoint, mesh, ranks, torch.device("cpu"))
+    model = LlamaLoader(blueprint, checkpoint, mesh, ranks, torch.device("cpu")).load()
     seconds = time.perf_counter() - started
     layers = [sum(layer_bytes(blueprint.layer_rows(), index, rank)) for index in range(blueprint.config.num_layers)]
-    tell("loaded", weight_bytes(runner.model), max(layers), seconds)
+    tell("loaded", weight_bytes(model), max(layers), seconds)
     sys.stdin.readline()
 
 

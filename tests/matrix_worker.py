@@ -27,7 +27,7 @@ from tpllama.config import EngineConfig
 from tpllama.kernels.linear import int4_parts
 from tpllama.parallel.mesh import join, leave
 from tpllama.parallel.place import Place
-from tpllama.start import draw_blueprint
+from tpllama.start import draw_blueprint, run_model
 
 
 def weight_parts(weight: Any) -> dict[str, Tensor]:
@@ -87,7 +87,8 @@ def main() -> None:
         checkpoint = open_checkpoint(engine.model)
         blueprint = draw_blueprint(engine, checkpoint)
         packed.clear()
-        runner = composition.build(blueprint, checkpoint, mesh, ranks, torch.device("cpu"))
+        loader = composition.LlamaLoader(blueprint, checkpoint, mesh, ranks, torch.device("cpu"))
+        runner = run_model(loader, engine, ranks, size, torch.device("cpu"))
         result: dict[str, Any] = {
             "logits": [runner.logits(tokens) for tokens in orders["batches"]],
             "bytes": composition.weight_bytes(runner.model),

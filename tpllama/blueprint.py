@@ -17,7 +17,6 @@ from tpllama.checkpoint.matching import check_tensors
 from tpllama.checkpoint.open import Checkpoint, TensorInfo, names_of_parts, overridden
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.executor import ModelMetadata
-from tpllama.engine.memory import CacheShape, stored_dtype
 from tpllama.kernels.linear import Form
 from tpllama.kernels.pack import packed_bytes
 from tpllama.llama_config import LlamaConfig
@@ -100,12 +99,6 @@ class Blueprint:
             has_length_rope=self.config.rope.rope_type in _LENGTH_ROPE_TYPES,
         )
 
-    def cache_shape(self, rank: int) -> CacheShape:
-        """What a rank's cache of keys and values is made of; how many blocks it has is for the memory to say."""
-        stored = stored_dtype(self.engine.kv_cache_dtype, self.engine.dtype)
-        num_layers, num_kv_heads = self.config.num_layers, self.heads(rank)[1]
-        return CacheShape(num_layers, num_kv_heads, self.config.head_dim, stored, self.engine.block_size)
-
     def owned_tokens(self, rank: int) -> tuple[int, int]:
         """The range of token ids whose logits a rank computes."""
         style = style_of(self.plan, HEAD)
@@ -179,14 +172,14 @@ class Blueprint:
 
     def kv_bytes_per_token_per_rank(self) -> list[int]:
         """Bytes of keys and values that each rank keeps per token."""
-        return [self.cache_shape(rank).bytes_per_token for rank in range(self.tp)]
+        return [self.metadata(rank).cache_shape(self.engine).bytes_per_token for rank in range(self.tp)]
 
     def kv_cache_bytes_per_rank(self) -> list[int] | None:
         """Bytes of each rank's whole cache; None where that is for the memory to say that is left when loaded."""
         asked = self.engine.kv_cache_memory
         if asked is None:
             return None
-        shapes = [self.cache_shape(rank) for rank in range(self.tp)]
+        shapes = [self.metadata(rank).cache_shape(self.engine) for rank in range(self.tp)]
         blocks = min(asked // shape.bytes_per_block for shape in shapes)
         return [blocks * shape.bytes_per_block for shape in shapes]
 

@@ -15,8 +15,8 @@ from tpllama.build import LlamaLoader, Progress
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.cache import PagedCache
-from tpllama.engine.executor import ModelLoader
-from tpllama.engine.memory import free_host_bytes, num_blocks, sized
+from tpllama.engine.executor import ModelLoader, ModelMetadata
+from tpllama.engine.memory import CacheShape, fitting_blocks, free_host_bytes, sized
 from tpllama.engine.runner import Runner
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.mesh import join
@@ -56,35 +56,36 @@ def start_rank(
     mesh, ranks = join(place, device.type, listener, while_waiting)
     _check_same_files(checkpoint, ranks, device)
     loader = LlamaLoader(blueprint, checkpoint, mesh, ranks, device, progress)
-    return run_model(loader, blueprint, ranks, place, device)
+    return run_model(loader, blueprint.engine, ranks, place.local_size, device)
 
 
-def run_model(loader: ModelLoader, blueprint: Blueprint, ranks: Ranks, place: Place, device: torch.device) -> Runner:
-    """Loads the weights, then gives the cache its share of the memory that is left."""
-    engine, metadata = blueprint.engine, loader.metadata
-    model = loader.load()
-    cache = _cache(blueprint, ranks, place, device)
-    return Runner(model, metadata, ranks, cache, device, is_bucketed=engine.compile == "on" or device.type == "cuda")
+def run_model(loader: ModelLoader, engine: EngineConfig, ranks: Ranks, local_size: int, device: torch.device) -> Runner:
+    """Loads the weights, then gives the cache its share of the memory that is left. local_size: ranks on this host."""
+    model, metadata = loader.load(), loader.metadata
+    shape = _agree_on_cache(metadata, engine, ranks, local_size, device)
+    dtype = getattr(torch, engine.dtype)
+    cache = PagedCache(shape, metadata.queries_per_kv, dtype, device, is_alone=engine.batch_invariant)
+    is_bucketed = engine.compile == "on" or device.type == "cuda"
+    runner = Runner(model, metadata, ranks, cache, device, is_bucketed)
+    runner.warm_up(engine.max_batch_tokens)
+    return runner
 
 
-def _cache(blueprint: Blueprint, ranks: Ranks, place: Place, device: torch.device) -> PagedCache:
-    """As many blocks on each rank as fit on all of them."""
-    engine, shape = blueprint.engine, blueprint.cache_shape(ranks.rank)
+def _agree_on_cache(
+    metadata: ModelMetadata, engine: EngineConfig, ranks: Ranks, local_size: int, device: torch.device
+) -> CacheShape:
+    """A cache of as many blocks as fit on each rank."""
+    shape, swap_bytes = metadata.cache_shape(engine), engine.swap_memory or 0
     if device.type == "cuda":
-        free, host = torch.cuda.mem_get_info(device)[0], engine.swap_memory
-        host = _SWAP_BYTES if host is None else host
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        swap_bytes = _SWAP_BYTES if engine.swap_memory is None else engine.swap_memory
     else:
-        free, host = free_host_bytes() // place.local_size, engine.swap_memory or 0
-    needed = engine.max_batch_size * blueprint.context_length
-    blocks = num_blocks(shape, engine.kv_cache_memory, needed, free, device.type)
-    blocks, host_blocks = (
-        -ranks.max(torch.tensor([-blocks, -(host // shape.bytes_per_block)], device=device))
-    ).tolist()
-    shape = sized(shape, blocks, host_blocks, engine.kv_cache_memory, device.type)
-    heads = blueprint.metadata(ranks.rank)
-    return PagedCache(
-        shape, heads.num_heads // heads.num_kv_heads, blueprint.dtype, device, always_copy=engine.batch_invariant
-    )
+        free_bytes = free_host_bytes() // local_size
+    needed = engine.max_batch_size * metadata.context_length
+    blocks = fitting_blocks(shape, engine.kv_cache_memory, needed, free_bytes, device.type)
+    most = torch.tensor([blocks, swap_bytes // shape.bytes_per_block], device=device)
+    blocks, host_blocks = (-ranks.max(-most)).tolist()
+    return sized(shape, blocks, host_blocks, engine.kv_cache_memory, device.type)
 
 
 def _check_same_files(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> None:

@@ -1,9 +1,11 @@
-"""Attention of a step's tokens over the paged cache, without bringing it together where that can be avoided.
+"""Attention of a step's tokens over the paged cache.
 
-A sequence mostly lies in one or two runs of neighbouring blocks, so its keys and values are views of the cache. Over
-each run there is one softmax, and those of several are joined by their logarithms of sums (Milakov and Gimelshein
-2018, arXiv 1805.02867). A run that several sequences begin with is read once for all of them. The query heads
-of a KV head become rows of one query matrix: keys and values are never repeated.
+On the CPU each sequence is one call, whose keys and values are read in one pass to where the arithmetic finds them in
+the processor's cache: that is faster than to use them where they lie, a few bytes of each slot at a time (figures:
+bench/attention.py). Neighbouring blocks are read as one piece. A long run of blocks that several texts begin with is
+read once for all of them: there are two softmaxes then, joined by the logarithms of their sums (Milakov and Gimelshein
+2018, arXiv 1805.02867). The query heads of a KV head become rows of one query matrix, so that keys and values are
+never repeated.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tpllama.engine.batch import Chunk
+from tpllama.engine.batch import Chunk, Run
 
 if TYPE_CHECKING:
     from tpllama.engine.cache import Store
 
-# A sequence in more runs than this is brought together first: each run costs a call.
-_MOST_RUNS = 8
+# Queries of a prompt in one call. Each call looks only at keys up to its last query's, so fewer save work.
+_QUERIES = 64
+# `texts` that begin with `shared` tokens read them together where shared * (texts - 1) is at least this times texts.
+_SHARED_TOKENS = 250
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -33,90 +37,92 @@ class StepAttention(Protocol):
         """Attention of q [tokens, heads, head_dim] over what the step's sequences have in these stores."""
 
 
-class Part(NamedTuple):
-    """Tokens `rows` (places in the step) over `size` slots from `start` on, or over `slots` that lie apart.
+class Place(NamedTuple):
+    """Where consecutive tokens of a sequence lie: `size` slots from `start` on, or in `slots` where they lie apart."""
 
-    mask: [tokens * queries_per_kv, size], -inf where a token may not look, else 0; None where it may everywhere.
-    is_only: nothing else is to be joined for these tokens.
-    """
-
-    rows: slice | Tensor
     start: int
     size: int
     slots: Tensor | None
-    mask: Tensor | None
-    is_only: bool
+
+    def read(self, store: Store) -> Tensor:
+        """What a store has there, [1, kv_heads, size, head_dim]."""
+        return store.read(self.start, self.size) if self.slots is None else store.take(self.slots)
 
 
-class PartsAttention:
-    """Part by part: see the module."""
+class Text(NamedTuple):
+    """One token of a text at place `row` of the step, which looks at everything that lies at `place`."""
 
-    def __init__(self, parts: list[Part], queries_per_kv: int) -> None:
-        self._parts = parts
+    row: int
+    place: Place
+
+
+class Prompt(NamedTuple):
+    """Several tokens of a prompt, from place `row` of the step on, over what lies at `place`.
+
+    pieces: of so many tokens, which look at so many keys, under a mask [tokens * queries_per_kv, keys] of -inf and 0.
+    """
+
+    row: int
+    place: Place
+    pieces: list[tuple[int, int, Tensor]]
+
+
+class Group(NamedTuple):
+    """Texts that begin with what lies at `shared`, each of which goes on by itself."""
+
+    shared: Place
+    texts: list[Text]
+
+
+class SequencesAttention:
+    """Sequence by sequence, or group by group: see the module."""
+
+    def __init__(self, texts: list[Text], prompts: list[Prompt], groups: list[Group], queries_per_kv: int) -> None:
+        self._texts = texts
+        self._prompts = prompts
+        self._groups = groups
         self._queries_per_kv = queries_per_kv
-        self._is_decode = all(part.is_only and part.mask is None and _is_one(part.rows) for part in parts)
 
     def attend(self, q: Tensor, keys: Store, values: Store) -> Tensor:
         tokens, heads, head_dim = q.shape
         kv_heads = heads // self._queries_per_kv
         grouped = q.view(tokens, kv_heads, self._queries_per_kv, head_dim)
-        if self._is_decode and tokens == len(self._parts):
-            return self._decode(grouped, keys, values).view_as(q)
+        rows = grouped.split(1)  # [1, kv_heads, queries_per_kv, head_dim]: a token's query heads as queries
+        attended = [_attend(rows[row], place.read(keys), place.read(values))[0] for row, place in self._texts]
+        if len(attended) == tokens:
+            return torch.cat(attended).view_as(q)
         out = torch.zeros_like(grouped)
-        joined = _Joined(grouped) if not all(part.is_only for part in self._parts) else None
-        for part in self._parts:
-            queries = grouped[part.rows].transpose(0, 1)  # [kv_heads, n, queries_per_kv, head_dim]
-            rows = queries.reshape(1, kv_heads, -1, head_dim)
-            attended, log_sum = _attend(rows, *_stored(part, keys, values), part.mask)
-            attended = attended.view(queries.shape).transpose(0, 1)
-            if part.is_only:
-                out[part.rows] = attended
-            elif joined is not None:
-                joined.add(part.rows, attended, log_sum.view(queries.shape[:-1]).transpose(0, 1))
-        if joined is not None:
-            joined.write(out, [part.rows for part in self._parts if not part.is_only])
+        for (row, _), text in zip(self._texts, attended, strict=True):
+            out[row] = text[0]
+        for prompt in self._prompts:
+            self._prompt(prompt, grouped, out, keys, values)
+        for group in self._groups:
+            self._group(group, grouped, out, keys, values)
         return out.view_as(q)
 
-    def _decode(self, grouped: Tensor, keys: Store, values: Store) -> Tensor:
-        """The same in fewer steps, where each part is one token's and all there is for it."""
-        attended = [
-            _attend(rows, *_stored(part, keys, values), None)[0]
-            for rows, part in zip(grouped.split(1), self._parts, strict=True)
-        ]
-        return torch.cat(attended)
+    def _prompt(self, prompt: Prompt, grouped: Tensor, out: Tensor, keys: Store, values: Store) -> None:
+        k, v = prompt.place.read(keys), prompt.place.read(values)
+        first = prompt.row
+        for tokens, size, mask in prompt.pieces:
+            queries = grouped[first : first + tokens].transpose(0, 1)  # [kv_heads, tokens, queries_per_kv, head_dim]
+            attended, _ = _attend(queries.flatten(1, 2)[None], k[:, :, :size], v[:, :, :size], mask)
+            out[first : first + tokens] = attended.view(queries.shape).transpose(0, 1)
+            first += tokens
+
+    def _group(self, group: Group, grouped: Tensor, out: Tensor, keys: Store, values: Store) -> None:
+        rows = [text.row for text in group.texts]
+        queries = grouped[rows].transpose(0, 1)  # [kv_heads, texts, queries_per_kv, head_dim]
+        shared = _attend(queries.flatten(1, 2)[None], group.shared.read(keys), group.shared.read(values))
+        shared_values = shared[0].view(queries.shape).transpose(0, 1).float()
+        shared_logs = shared[1].view(queries.shape[:-1]).transpose(0, 1)
+        own = [_attend(grouped[row, None], place.read(keys), place.read(values)) for row, place in group.texts]
+        own_values, own_logs = (torch.cat(each) for each in zip(*own, strict=True))
+        # A softmax over both parts gives each the weight that its sum has in the sum of both.
+        weight = (own_logs - shared_logs).sigmoid().unsqueeze(-1)
+        out[rows] = torch.lerp(shared_values, own_values.float(), weight).to(out.dtype)
 
 
-def _is_one(rows: slice | Tensor) -> bool:
-    return isinstance(rows, slice) and rows.stop - rows.start == 1
-
-
-def _stored(part: Part, keys: Store, values: Store) -> tuple[Tensor, Tensor]:
-    """Keys and values of a part, each [1, kv_heads, size, head_dim]."""
-    if part.slots is None:
-        return keys.span(part.start, part.size), values.span(part.start, part.size)
-    return keys.take(part.slots), values.take(part.slots)
-
-
-class _Joined:
-    """Softmax-weighted sums over several parts, in float32, and the logarithms of their weights' sums."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.sums = torch.zeros(like.shape, device=like.device)
-        self.logs = torch.full(like.shape[:-1], -torch.inf, device=like.device)
-
-    def add(self, rows: slice | Tensor, attended: Tensor, logs: Tensor) -> None:
-        before = self.logs[rows]
-        total = torch.logaddexp(before, logs)
-        old, new = ((x - total).exp().unsqueeze(-1) for x in (before, logs))
-        self.sums[rows] = self.sums[rows] * old + attended.float() * new
-        self.logs[rows] = total
-
-    def write(self, out: Tensor, rows: list[slice | Tensor]) -> None:
-        for each in rows:
-            out[each] = self.sums[each].to(out.dtype)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of the sum of its weights: q [1, kv_heads, n, head_dim], logs [1, kv_heads, n]."""
     if q.device.type == "cpu":
         attended, logs = _flash(q, k, v, attn_mask=mask)
@@ -127,76 +133,71 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tenso
 
 
 class Planner:
-    """Makes out the parts of each step. always_copy: each sequence's keys and values are brought together."""
+    """Makes out what each step looks at. is_alone: nothing is read together, so that no text depends on another."""
 
     def __init__(
-        self, block_size: int, queries_per_kv: int, dtype: torch.dtype, device: torch.device, always_copy: bool
+        self, block_size: int, queries_per_kv: int, dtype: torch.dtype, device: torch.device, is_alone: bool
     ) -> None:
         self._block_size = block_size
         self._queries_per_kv = queries_per_kv
         self._dtype = dtype
         self._device = device
-        self._always_copy = always_copy
+        self._is_alone = is_alone
 
     def plan(self, chunks: tuple[Chunk, ...]) -> StepAttention:
         """The attention of a step of these chunks."""
-        rows = list(itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=0))
-        parts, skipped = [], dict.fromkeys(rows, 0)
-        for block, count, sharing in [] if self._always_copy else self._shared(chunks, rows):
-            skipped |= dict.fromkeys(sharing, count)
-            where = torch.tensor(sharing, device=self._device)
-            size = self._block_size
-            parts.append(Part(where, block * size, count * size, None, None, is_only=False))
-        for chunk, row in zip(chunks, rows, strict=False):
-            parts.extend(self._parts(chunk, row, skipped[row] * self._block_size))
-        return PartsAttention(parts, self._queries_per_kv)
-
-    def _shared(self, chunks: tuple[Chunk, ...], rows: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Runs that several texts begin with: first block, how many they share, and the texts' rows."""
-        by_block: dict[int, list[tuple[int, int]]] = {}
-        for chunk, row in zip(chunks, rows, strict=False):
+        rows = itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
+        singles: list[tuple[int, Chunk]] = []
+        prompts: list[Prompt] = []
+        for row, chunk in zip(rows, chunks, strict=False):
             if len(chunk.tokens) == 1:
-                first, count = chunk.runs[0]
-                by_block.setdefault(first, []).append((row, min(count, chunk.start // self._block_size)))
-        for first, sharing in by_block.items():
-            count = min(count for _, count in sharing)
-            if len(sharing) > 1 and count > 0:
-                yield first, count, [row for row, _ in sharing]
+                singles.append((row, chunk))
+            else:
+                prompts.append(Prompt(row, self._place(chunk.runs, 0, chunk.stop), list(self._pieces(chunk))))
+        groups, singles = ([], singles) if self._is_alone else self._groups(singles)
+        texts = [Text(row, self._place(chunk.runs, 0, chunk.stop)) for row, chunk in singles]
+        return SequencesAttention(texts, prompts, groups, self._queries_per_kv)
 
-    def _parts(self, chunk: Chunk, row: int, skipped: int) -> Iterator[Part]:
-        """The parts of one chunk, but for its sequence's first `skipped` tokens."""
-        spans = list(self._spans(chunk, skipped))
-        if self._always_copy or len(spans) > _MOST_RUNS:
-            slots = torch.cat([torch.arange(slot, slot + count, device=self._device) for _, slot, count in spans])
-            mask = self._mask(chunk, chunk.start, skipped, len(slots))
-            yield Part(slice(row, row + len(chunk.tokens)), 0, len(slots), slots, mask, is_only=not skipped)
-            return
-        for position, slot, count in spans:
-            first = max(chunk.start, position)  # tokens before see nothing of this
-            rows = slice(row + first - chunk.start, row + len(chunk.tokens))
-            mask = self._mask(chunk, first, position, count)
-            yield Part(rows, slot, count, None, mask, is_only=len(spans) == 1 and not skipped)
+    def _groups(self, singles: list[tuple[int, Chunk]]) -> tuple[list[Group], list[tuple[int, Chunk]]]:
+        """Texts that share enough of their beginnings, and those that don't."""
+        by_block: dict[int, list[tuple[int, Chunk]]] = {}
+        for row, chunk in singles:
+            by_block.setdefault(chunk.runs[0][0], []).append((row, chunk))
+        groups, others = [], []
+        for first, members in by_block.items():
+            # Whole blocks before each one's newest token, so that something is left for each.
+            count = min(min(chunk.runs[0][1], chunk.start // self._block_size) for _, chunk in members)
+            shared = count * self._block_size
+            if shared * (len(members) - 1) < _SHARED_TOKENS * len(members):
+                others += members
+                continue
+            texts = [Text(row, self._place(chunk.runs, shared, chunk.stop)) for row, chunk in members]
+            groups.append(Group(Place(first * self._block_size, shared, None), texts))
+        return groups, others
 
-    def _spans(self, chunk: Chunk, skipped: int) -> Iterator[tuple[int, int, int]]:
-        """Neighbouring slots up to the chunk's end: the first one's position in the sequence, its slot, how many.
+    def _place(self, runs: tuple[Run, ...], start: int, stop: int) -> Place:
+        """Where a sequence's positions start..stop lie."""
+        spans = list(spans_of(runs, start, stop, self._block_size))
+        if len(spans) == 1:
+            return Place(*spans[0], None)
+        slots = torch.cat([torch.arange(first, first + size) for first, size in spans])
+        return Place(0, stop - start, slots.to(self._device))
 
-        Cut where a chunk of several tokens begins: what is before needs no mask.
-        """
-        borders = (0, chunk.start, chunk.stop) if len(chunk.tokens) > 1 else (0, chunk.stop)
-        first = 0
-        for block, blocks in chunk.runs:
-            size = blocks * self._block_size
-            for low, high in itertools.pairwise(borders):
-                start, stop = max(first, low, skipped), min(first + size, high)
-                if start < stop:
-                    yield start, block * self._block_size + start - first, stop - start
-            first += size
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[int, int, Tensor]]:
+        for first in range(chunk.start, chunk.stop, _QUERIES):
+            stop = min(first + _QUERIES, chunk.stop)
+            queries = torch.arange(first, stop, device=self._device)
+            hidden = torch.arange(stop, device=self._device) > queries[:, None]
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+            yield stop - first, stop, mask.repeat_interleave(self._queries_per_kv, 0)
 
-    def _mask(self, chunk: Chunk, first: int, position: int, count: int) -> Tensor | None:
-        """For a chunk's tokens from position `first` on, over `count` positions from `position` on."""
-        if position + count <= first + 1:
-            return None
-        queries = torch.arange(first, chunk.stop, device=self._device)
-        hidden = torch.arange(position, position + count, device=self._device) > queries[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, -torch.inf)
-        return mask.repeat_interleave(self._queries_per_kv, 0)
+
+def spans_of(runs: tuple[Run, ...], start: int, stop: int, block_size: int) -> Iterator[tuple[int, int]]:
+    """Neighbouring slots of a sequence's positions start..stop: the first one, and how many."""
+    position = 0
+    for block, blocks in runs:
+        size = blocks * block_size
+        low, high = max(position, start), min(position + size, stop)
+        if low < high:
+            yield block * block_size + low - position, high - low
+        position += size

@@ -12,10 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tpllama.engine.attention import Planner, StepAttention
+from tpllama.engine.attention import Planner, StepAttention, spans_of
 from tpllama.engine.batch import Batch, Copy, Run
 from tpllama.engine.memory import CacheShape
+from tpllama.kernels.cpu import widen
 
+_WIDENED_SLOTS = 512
 # What a stored value of these may be at the most.
 _LIMIT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -26,11 +28,11 @@ class Store(Protocol):
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Puts x [n, kv_heads, head_dim] into slots [n]."""
 
-    def span(self, start: int, count: int) -> Tensor:
-        """Neighbouring slots, [1, kv_heads, count, head_dim] in the dtype of computation."""
+    def read(self, start: int, size: int) -> Tensor:
+        """A copy of neighbouring slots, [1, kv_heads, size, head_dim] in the dtype of computation."""
 
     def take(self, slots: Tensor) -> Tensor:
-        """Any slots [n], [1, kv_heads, n, head_dim]: a copy."""
+        """The same of any slots [n]."""
 
     def parts(self) -> tuple[Tensor, ...]:
         """All that is stored, each [slots, ...]."""
@@ -46,10 +48,8 @@ class PlainStore:
     def write(self, slots: Tensor, x: Tensor) -> None:
         self.data.index_copy_(0, slots, x)
 
-    def span(self, start: int, count: int) -> Tensor:
-        size = (1, self._heads, count, self._dim)
-        width = self._heads * self._dim
-        return self.data.as_strided(size, (0, self._dim, width, 1), self.data.storage_offset() + start * width)
+    def read(self, start: int, size: int) -> Tensor:
+        return self.data[start : start + size].clone().transpose(0, 1).unsqueeze(0)
 
     def take(self, slots: Tensor) -> Tensor:
         return self.data.index_select(0, slots).transpose(0, 1).unsqueeze(0)
@@ -59,29 +59,37 @@ class PlainStore:
 
 
 class ScaledStore:
-    """In one byte a value, with a scale for each vector: its largest magnitude becomes the largest that fits."""
+    """In one byte a value, with a scale for each vector: its largest magnitude becomes the largest that fits.
+
+    `dtype`: the one of computation.
+    """
 
     def __init__(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        self.data = PlainStore(data)
+        self._stored = data.dtype
+        self.data = PlainStore(data.view(torch.int8))  # for few operations know float8
         self.scales = PlainStore(scales)  # float32 [slots, kv_heads, 1]
         self._dtype = dtype
 
     def write(self, slots: Tensor, x: Tensor) -> None:
-        stored = self.data.data.dtype
         wide = x.float()
-        scales = (wide.abs().amax(-1, keepdim=True) / _LIMIT[stored]).clamp(min=torch.finfo(torch.float32).tiny)
+        scales = (wide.abs().amax(-1, keepdim=True) / _LIMIT[self._stored]).clamp(min=torch.finfo(torch.float32).tiny)
         scaled = wide / scales
-        self.data.write(slots, (scaled.round() if stored == torch.int8 else scaled).to(stored))
+        rounded = scaled.round() if self._stored == torch.int8 else scaled
+        self.data.write(slots, rounded.to(self._stored).view(torch.int8))
         self.scales.write(slots, scales)
 
-    def span(self, start: int, count: int) -> Tensor:
-        return self._widen(self.data.span(start, count), self.scales.span(start, count))
+    def read(self, start: int, size: int) -> Tensor:
+        return self._widen(self.data.data[start : start + size], self.scales.data[start : start + size])
 
     def take(self, slots: Tensor) -> Tensor:
-        return self._widen(self.data.take(slots), self.scales.take(slots))
+        return self._widen(self.data.data.index_select(0, slots), self.scales.data.index_select(0, slots))
 
     def _widen(self, data: Tensor, scales: Tensor) -> Tensor:
-        return (data.float() * scales).to(self._dtype)
+        """Some slots at a time, for the processor's cache."""
+        wide = torch.empty(data.shape, dtype=self._dtype, device=data.device)
+        for part, values, scale in zip(*(each.split(_WIDENED_SLOTS) for each in (wide, data, scales)), strict=True):
+            torch.mul(widen(values.view(self._stored), torch.float32), scale, out=part)
+        return wide.transpose(0, 1).unsqueeze(0)
 
     def parts(self) -> tuple[Tensor, ...]:
         return (*self.data.parts(), *self.scales.parts())
@@ -95,6 +103,7 @@ class LayerCache:
         self.values = values
         self._step = step
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k, v [tokens, kv_heads, head_dim]; attention of q [tokens, heads, head_dim] over what is stored."""
         step = self._step
@@ -117,16 +126,15 @@ class CurrentStep:
 class PagedCache:
     """Layers of keys and values in blocks, on the device and, for preempted requests, on the host.
 
-    The block after the last one takes the tokens that only fill up a step to its size. `always_copy`: what a
-    sequence looks at is brought together first, so that the arithmetic doesn't depend on where it lies.
+    The block after the last one takes the tokens that only fill up a step to its size. is_alone: see `Planner`.
     """
 
     def __init__(self, shape: CacheShape, queries_per_kv: int, dtype: torch.dtype, device: torch.device,
-                 always_copy: bool = False) -> None:  # fmt: skip
+                 is_alone: bool = False) -> None:  # fmt: skip
         self.shape = shape
         self.device = device
         self._dtype = dtype
-        self._planner = Planner(shape.block_size, queries_per_kv, dtype, device, always_copy)
+        self._planner = Planner(shape.block_size, queries_per_kv, dtype, device, is_alone)
         self._step = CurrentStep()
         slots = (shape.num_blocks + 1) * shape.block_size
         self.layers = [self._layer(slots, device) for _ in range(shape.num_layers)]
@@ -170,15 +178,8 @@ class PagedCache:
 
 def slots_of(runs: tuple[Run, ...], start: int, stop: int, shape: CacheShape) -> list[int]:
     """The slots of positions start..stop of a sequence in these blocks."""
-    slots: list[int] = []
-    first = 0
-    for block, count in runs:
-        size = count * shape.block_size
-        low, high = max(start, first), min(stop, first + size)
-        offset = block * shape.block_size - first
-        slots.extend(range(low + offset, high + offset))
-        first += size
-    return slots
+    spans = spans_of(runs, start, stop, shape.block_size)
+    return [slot for first, size in spans for slot in range(first, first + size)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tpllama.config import EngineConfig
 from tpllama.engine.batch import Batch, Result
-from tpllama.engine.memory import CacheShape
+from tpllama.engine.memory import CacheShape, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,16 @@ class ModelMetadata:
     num_kv_heads: int
     owned_tokens: tuple[int, int]
     has_length_rope: bool
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def cache_shape(self, engine: EngineConfig) -> CacheShape:
+        """What this rank's cache is made of; how many blocks it has is for the memory to say."""
+        stored = stored_dtype(engine.kv_cache_dtype, engine.dtype)
+        return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, stored, engine.block_size)
 
 
 class LayerKVCache(Protocol):

@@ -58,7 +58,7 @@ def stored_dtype(kv_cache_dtype: str, dtype: str) -> str:
     return KV_DTYPES[kv_cache_dtype][0] if kv_cache_dtype in KV_DTYPES else dtype
 
 
-def num_blocks(shape: CacheShape, asked_bytes: int | None, needed_tokens: int, free_bytes: int, device: str) -> int:
+def fitting_blocks(shape: CacheShape, asked_bytes: int | None, needed_tokens: int, free_bytes: int, device: str) -> int:
     """Blocks that fit into `asked_bytes`; else into a share of `free_bytes`, and no more than `needed_tokens` take."""
     if asked_bytes is not None:
         return asked_bytes // shape.bytes_per_block

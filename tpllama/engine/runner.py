@@ -40,6 +40,15 @@ class Runner:
         return self.cache.shape
 
     @torch.inference_mode()
+    def warm_up(self, most_tokens: int) -> None:
+        """Runs a step of each size there is up to `most_tokens`, so that all is compiled before the first request."""
+        sizes = {bucket(count) for count in range(1, most_tokens + 1)}
+        for size in sorted(sizes) if self.is_bucketed else ():
+            self.cache.begin(Batch(), size)
+            ids, ones = (torch.full((size,), value, device=self.device) for value in (0, 1))
+            self.model(ids, ids, ones, self.cache.layers, ids[:1])
+
+    @torch.inference_mode()
     def run(self, batch: Batch) -> list[Result]:
         tokens, positions, lengths = _columns(batch.chunks)
         drawn, scored = _selected(batch.chunks)
