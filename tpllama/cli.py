@@ -8,6 +8,7 @@ import os
 import signal
 import string
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tpllama.config import DTYPES, UserError
@@ -159,6 +160,12 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, metavar="K", help="0: off")
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--repetition-penalty", type=float, default=1.0, metavar="R")
+    add("--presence-penalty", type=float, default=0.0, metavar="P", help="off the logit of tokens that the text has")
+    add("--frequency-penalty", type=float, default=0.0, metavar="P", help="the same, for each time")
+    add("--min-tokens", type=int, default=0, metavar="N", help="the text doesn't end before")
+    add("--json-schema", type=_text_or_file, metavar="JSON", help="the text is JSON of this schema (@FILE reads it)")
+    add("--regex", metavar="R", help="the text matches a regular expression")
+    add("--grammar", type=_text_or_file, metavar="G", help="the text is of this Lark grammar (@FILE reads it)")
     add("--stop", action="append", default=[], metavar="S", help="a text that ends the output (repeatable)")
     add("--ignore-eos", action="store_true")
 
@@ -176,6 +183,15 @@ def _size(text: str) -> int:
         raise UserError(
             f"found --kv-cache-memory {text!r}, expected bytes or a number with KiB, MiB, GiB, as in 512MiB"
         ) from None
+
+
+def _text_or_file(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"found {text[1:]} unreadable ({error}), expected a text file, check it") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

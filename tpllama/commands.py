@@ -33,6 +33,7 @@ def generate(arguments: argparse.Namespace) -> None:
         texts = _prompt_texts(arguments)
         use_template = preparation.tokenizer.has_chat_template and not arguments.raw
         prompts = [_prompt(preparation, text, use_template) for text in texts]
+        preparation.check(params)
         _say_what_is_loaded(preparation)
         llm = LLM.prepared(preparation)
         printer = InOrder(len(prompts), params.n, as_json=arguments.json)
@@ -132,8 +133,9 @@ def _end_run(death: Death) -> None:
 
 
 def _sampling(arguments: argparse.Namespace, **more: Any) -> SamplingParams:
-    same = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
-    return SamplingParams(**{name: getattr(arguments, name) for name in same}, stop=tuple(arguments.stop), **more)
+    fields = {field.name for field in dataclasses.fields(SamplingParams)} - {"seed", *more}
+    given = {name: value for name, value in vars(arguments).items() if name in fields}
+    return SamplingParams(**given, **more)
 
 
 def _prompt_texts(arguments: argparse.Namespace) -> list[str]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tpllama.engine.executor import ModelExecutor
     from tpllama.engine.lockstep import Leader
     from tpllama.engine.policy import Policy
+    from tpllama.engine.request import SamplingParams
     from tpllama.engine.text import Prompt
     from tpllama.engine.tokenizer import Message
 
@@ -64,6 +65,7 @@ class Preparation:
                 self._followers.on_death(on_rank_death, grace_s=3)
             self.place = Place(0, degree, 0, degree, self._followers.port)
         with self._closing_on_error():
+            from tpllama.engine.grammar import Grammars
             from tpllama.engine.tokenizer import Tokenizer
             from tpllama.parallel.mesh import check_free
             from tpllama.start import draw_blueprint
@@ -72,6 +74,8 @@ class Preparation:
                 check_free()
             self.blueprint = draw_blueprint(self.config, self.checkpoint)
             self.tokenizer = Tokenizer(self.checkpoint.tokenizer() if self.place.rank == 0 else None)
+            self._eos = self._eos_token_ids()
+            self.grammars = Grammars(self.tokenizer, self.blueprint.config.vocab_size, self._eos)
 
     def prompt(self, prompt: PromptLike) -> Prompt:
         """A raw text's or token ids' prompt. Raises UserError where it doesn't fit."""
@@ -86,6 +90,10 @@ class Preparation:
         from tpllama.engine.text import Prompt
 
         return self._checked(Prompt(self.tokenizer.encode_chat(messages), str(messages[-1].get("content", ""))))
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises UserError where a text can't be constrained as the parameters ask."""
+        self.grammars.constraint(params)
 
     def _checked(self, prompt: Prompt) -> Prompt:
         from tpllama.engine.engine import check_prompt
@@ -110,11 +118,11 @@ class Preparation:
             self._leader = Leader(runner, runner.ranks) if self.place.size > 1 else None
         self.load_seconds = time.perf_counter() - started
         config = self.blueprint.config
-        eos = self._eos_token_ids()
         del self.checkpoint  # nothing more is read: its files are closed
         limits = Limits(self.blueprint.context_length, config.vocab_size)
         executor = self._leader or runner
-        return Engine(executor, self.tokenizer, eos, limits, self._policy(executor), self.config.seed)
+        policy = self._policy(executor)
+        return Engine(executor, self.tokenizer, self.grammars, self._eos, limits, policy, self.config.seed)
 
     def _policy(self, executor: ModelExecutor) -> Policy:
         from tpllama.engine.policy import Policy

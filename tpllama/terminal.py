@@ -139,11 +139,13 @@ def plan_table(report: dict[str, Any]) -> str:
 
 
 def _plan_facts(report: dict[str, Any]) -> list[str]:
-    legal = report["legal_tp"]
+    legal, cache = report["legal_tp"], report["kv_cache_bytes_per_rank"]
+    caches = ", ".join(map(human_bytes, cache)) if cache else "of the memory that is left (or --kv-cache-memory)"
     return [
         f"model {report['model']}, tp {report['tp']} (legal: {legal[0]} to {legal[-1]}), recipe {report['recipe']}",
         f"weights per rank: {', '.join(map(human_bytes, report['bytes_per_rank']))}",
         f"KV cache per token and rank: {', '.join(map(human_bytes, report['kv_bytes_per_token_per_rank']))}",
+        f"KV cache per rank: {caches}",
     ]
 
 

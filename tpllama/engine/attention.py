@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tpllama.engine.batch import Chunk, Run
+from tpllama.engine.varlen import VarlenAttention
 
 if TYPE_CHECKING:
     from tpllama.engine.cache import Store
@@ -133,19 +134,26 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tupl
 
 
 class Planner:
-    """Makes out what each step looks at. is_alone: nothing is read together, so that no text depends on another."""
+    """Makes out what each step looks at. dtype: of computation; stored: of the cache.
+
+    is_alone: nothing is read together, so that no text depends on another.
+    """
 
     def __init__(
-        self, block_size: int, queries_per_kv: int, dtype: torch.dtype, device: torch.device, is_alone: bool
-    ) -> None:
+        self, block_size: int, queries_per_kv: int, dtype: torch.dtype, stored: torch.dtype, device: torch.device,
+        is_alone: bool,
+    ) -> None:  # fmt: skip
         self._block_size = block_size
         self._queries_per_kv = queries_per_kv
         self._dtype = dtype
+        self._stored = stored
         self._device = device
         self._is_alone = is_alone
 
     def plan(self, chunks: tuple[Chunk, ...]) -> StepAttention:
         """The attention of a step of these chunks."""
+        if VarlenAttention.fits(self._block_size, self._stored, self._device):
+            return VarlenAttention(chunks, self._block_size, self._device, self._is_alone)
         rows = itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
         singles: list[tuple[int, Chunk]] = []
         prompts: list[Prompt] = []

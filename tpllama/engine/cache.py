@@ -134,7 +134,8 @@ class PagedCache:
         self.shape = shape
         self.device = device
         self._dtype = dtype
-        self._planner = Planner(shape.block_size, queries_per_kv, dtype, device, is_alone)
+        stored = getattr(torch, shape.dtype)
+        self._planner = Planner(shape.block_size, queries_per_kv, dtype, stored, device, is_alone)
         self._step = CurrentStep()
         slots = (shape.num_blocks + 1) * shape.block_size
         self.layers = [self._layer(slots, device) for _ in range(shape.num_layers)]

@@ -34,8 +34,8 @@ class Engine:
     """Generates texts on a ModelExecutor. Calls from several threads share its steps: whoever waits, runs the next."""
 
     def __init__(
-        self, executor: ModelExecutor, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], limits: Limits,
-        policy: Policy, seed: int,
+        self, executor: ModelExecutor, tokenizer: Tokenizer, grammars: Grammars, eos_token_ids: tuple[int, ...],
+        limits: Limits, policy: Policy, seed: int,
     ) -> None:  # fmt: skip
         shape = executor.cache_shape
         self.executor = executor
@@ -46,7 +46,7 @@ class Engine:
         self.seed = seed
         self.pool = BlockPool(shape.num_blocks, shape.block_size, shape.num_warm_blocks)
         self.scheduler = Scheduler(self.pool, policy)
-        self.grammars = Grammars(tokenizer, limits.vocab_size, eos_token_ids)
+        self.grammars = grammars
         self._texts: dict[Request, Text] = {}
         self._arrivals = 0
         self._lock = threading.RLock()  # one step at a time, whichever thread asks
@@ -144,7 +144,9 @@ class Engine:
             if not 0 <= token < self.limits.vocab_size:
                 raise UserError(f"found token id {token}, expected 0 to {self.limits.vocab_size - 1}, correct it")
         seeded = params if params.seed is not None else replace(params, seed=self.seed)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        # Where a grammar is at its end nothing else can follow.
+        has_eos = not params.ignore_eos or self.grammars.constraint(params) is not None
+        ends = frozenset(params.stop_token_ids) | (self.eos_token_ids if has_eos else frozenset())
         longest = min(len(prompt.token_ids) + params.max_new_tokens, self.limits.context_length)
         first, *siblings = [
             Request(
