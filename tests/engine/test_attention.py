@@ -65,13 +65,13 @@ CASES = st.builds(
 
 
 def tables(case: Case) -> list[BlockTable]:
-    """The blocks of each sequence: the first ones of all are the same, where the sequences are long enough."""
+    """The blocks of each sequence: the first ones of every other are the same, where all are long enough."""
     chance = random.Random(case.seed)
     sizes = [-(-(each.before + each.count) // case.block_size) for each in case.sequences]
     shared = min(case.shared_blocks, *(each.before // case.block_size for each in case.sequences))
-    fresh = list(range(shared, shared + 2 * sum(sizes) + 1))
+    fresh = list(range(2 * shared, 2 * shared + 2 * sum(sizes) + 1))
     made = []
-    for size, sequence in zip(sizes, case.sequences, strict=True):
+    for place, (size, sequence) in enumerate(zip(sizes, case.sequences, strict=True)):
         own = [fresh.pop(0) for _ in range(size - shared)]
         if sequence.layout == "two runs":
             middle = len(own) // 2
@@ -80,7 +80,8 @@ def tables(case: Case) -> list[BlockTable]:
             chance.shuffle(own)
         elif chance.random() < 0.5:
             fresh.pop(0)  # a gap, so that not all sequences follow each other
-        made.append(BlockTable([*range(shared), *own]))
+        first = shared * (place % 2)
+        made.append(BlockTable([*range(first, first + shared), *own]))
     return made
 
 
@@ -133,6 +134,14 @@ def _reads_together_whatever_it_can() -> Iterator[None]:
 @settings(max_examples=150, deadline=None)
 def test_attention_is_its_definition_wherever_blocks_lie(case: Case) -> None:
     found, expected = run(case, torch.float32, "float32")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(CASES)
+@settings(max_examples=60, deadline=None)
+def test_too_little_in_common_is_read_by_each(case: Case) -> None:
+    with patch.object(attention, "_SHARED_TOKENS", 1000):
+        found, expected = run(case, torch.float32, "float32")
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 

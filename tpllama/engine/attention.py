@@ -167,7 +167,7 @@ class Planner:
         return SequencesAttention(texts, prompts, groups, self._queries_per_kv)
 
     def _groups(self, singles: list[tuple[int, Chunk]]) -> tuple[list[Group], list[tuple[int, Chunk]]]:
-        """Texts that share enough of their beginnings, and those that don't."""
+        """Texts that share enough of their beginnings, and those that don't, by row."""
         by_block: dict[int, list[tuple[int, Chunk]]] = {}
         for row, chunk in singles:
             by_block.setdefault(chunk.runs[0][0], []).append((row, chunk))
@@ -181,7 +181,7 @@ class Planner:
                 continue
             texts = [Text(row, self._place(chunk.runs, shared, chunk.stop)) for row, chunk in members]
             groups.append(Group(Place(first * self._block_size, shared, None), texts))
-        return groups, others
+        return groups, sorted(others)
 
     def _place(self, runs: tuple[Run, ...], start: int, stop: int) -> Place:
         """Where a sequence's positions start..stop lie."""

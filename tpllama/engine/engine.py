@@ -49,10 +49,12 @@ class Engine:
         self.grammars = grammars
         self._texts: dict[Request, Text] = {}
         self._arrivals = 0
-        self._lock = threading.RLock()  # one step at a time, whichever thread asks
+        self._lock = threading.Lock()  # one step at a time, whichever thread asks
+        self._dropped: deque[Text] = deque()
 
     def step(self) -> bool:
         """Computes the next batch and hands on what it drew; False when nothing is left to do."""
+        self._abort_dropped()
         batch = self.scheduler.schedule()
         if not batch.chunks:
             return False
@@ -93,10 +95,20 @@ class Engine:
                     unfinished -= piece.output is not None
                     yield piece
         finally:
-            with self._lock:
-                for text in texts:
-                    if self._texts.pop(text.request, None):
-                        self.scheduler.abort(text.request)
+            self._dropped.extend(text for text in texts if text.request in self._texts)
+            # Not while a step runs, be it in this very thread: an iterator may be collected at any time.
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._abort_dropped()
+                finally:
+                    self._lock.release()
+
+    def _abort_dropped(self) -> None:
+        """Ends the requests that nobody reads any more."""
+        while self._dropped:
+            request = self._dropped.popleft().request
+            if self._texts.pop(request, None):
+                self.scheduler.abort(request)
 
     def _submit(self, texts: list[Text], pieces: deque[Piece | Exception]) -> None:
         for text in texts:
@@ -115,9 +127,13 @@ class Engine:
                     assert self.step(), "a text is unfinished, but nothing is left to do"
             except Exception as error:  # noqa: BLE001 - it is every text's failure, and each raises it where it is read
                 self._fail(error)
+            except BaseException:
+                self._fail(RuntimeError("a step was broken off, and with it every text"))
+                raise
+            self._abort_dropped()
 
     def _fail(self, error: Exception) -> None:
-        """Ends all requests with an error."""
+        """Ends all requests with an error: what a step that was broken off did to their blocks is not known."""
         for text in self._texts.values():
             self.scheduler.abort(text.request)
         waiting = {id(text.pieces): text.pieces for text in self._texts.values()}

@@ -81,6 +81,8 @@ class Scheduler:
                     self._compute(request, count)
 
     def _schedule_waiting(self) -> None:
+        if any(not request.is_prefilled and request not in self._chunks for request in self.running):
+            return  # whoever came first and still waits for its prompt's turn is not overtaken
         while self.waiting and len(self.running) < self.policy.max_batch_size and self._budget > 0:
             request = self.waiting[0]
             if not self._admit(request):
