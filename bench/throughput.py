@@ -131,6 +131,7 @@ class Measured:
     """What one measurement gave."""
 
     concurrency: int
+    places: int  # texts in a step
     prefix_caching: bool
     seconds: float
     outputs: list[Output]
@@ -140,7 +141,7 @@ class Measured:
     decodes: list[Step] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.decodes = [step for step in self.steps if step.new == self.concurrency and not step.computed]
+        self.decodes = [step for step in self.steps if step.new == self.places and not step.computed]
 
     @property
     def prompt_tokens(self) -> int:
@@ -312,8 +313,9 @@ def measure(
     started = time.perf_counter()
     outputs = llm.generate(prompts, SamplingParams(max_new_tokens=output_len, ignore_eos=True))
     seconds = time.perf_counter() - started
+    places = 1 if scheduler.policy.alone else concurrency
     return Measured(
-        concurrency, prefix_caching, seconds, outputs, list(log.steps), scheduler.num_found - found,
+        concurrency, places, prefix_caching, seconds, outputs, list(log.steps), scheduler.num_found - found,
         scheduler.num_preempted - preempted,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from tpllama.checkpoint.matching import check_tensors
 from tpllama.checkpoint.open import Checkpoint, TensorInfo, names_of_parts, overridden
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.executor import ModelMetadata
+from tpllama.engine.memory import CacheShape, asked_blocks
 from tpllama.kernels.linear import Form
 from tpllama.kernels.pack import packed_bytes
 from tpllama.llama_config import LlamaConfig
@@ -29,8 +30,6 @@ from tpllama.quantization.report import Decision, decide, decide_stored
 from tpllama.quantization.stored import StoredForm, recognize
 
 EMBEDDING = "model.embed_tokens"
-# With these, how a prompt's keys are rotated depends on its length.
-_LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Blueprint:
     shapes: Mapping[str, tuple[int, ...]]
     context_length: int
     stored: Mapping[str, StoredForm]
+    eos_token_ids: tuple[int, ...]
 
     @staticmethod
     def of(engine: EngineConfig, checkpoint: Checkpoint, device: str) -> Blueprint:
@@ -78,6 +78,7 @@ class Blueprint:
             name=engine.model, config=config, engine=engine, tp=engine.tp, device=device,
             dtype=getattr(torch, engine.dtype), plan=plan, recipes=recipes, decisions=decisions, shapes=shapes,
             context_length=_context_length(config, engine.max_seq_len), stored=stored,
+            eos_token_ids=_eos_token_ids(engine, checkpoint, config),
         )  # fmt: skip
 
     def heads(self, rank: int) -> tuple[int, int]:
@@ -88,6 +89,7 @@ class Blueprint:
     def metadata(self, rank: int) -> ModelMetadata:
         """What a rank's share of the model will be."""
         num_heads, num_kv_heads = self.heads(rank)
+        rope_limits = {"dynamic": self.config.max_position, "longrope": self.config.rope.original_max_position}
         return ModelMetadata(
             vocab_size=self.config.vocab_size,
             context_length=self.context_length,
@@ -96,7 +98,9 @@ class Blueprint:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             owned_tokens=self.owned_tokens(rank),
-            has_length_rope=self.config.rope.rope_type in _LENGTH_ROPE_TYPES,
+            length_rope_limit=rope_limits.get(self.config.rope.rope_type),
+            scale=self.config.head_dim**-0.5,
+            eos_token_ids=self.eos_token_ids,
         )
 
     def owned_tokens(self, rank: int) -> tuple[int, int]:
@@ -172,16 +176,25 @@ class Blueprint:
 
     def kv_bytes_per_token_per_rank(self) -> list[int]:
         """Bytes of keys and values that each rank keeps per token."""
-        return [self.metadata(rank).cache_shape(self.engine).bytes_per_token for rank in range(self.tp)]
+        return [shape.bytes_per_token for shape in self._cache_shapes()]
 
     def kv_cache_bytes_per_rank(self) -> list[int] | None:
         """Bytes of each rank's whole cache; None where that is for the memory to say that is left when loaded."""
+        blocks = self._asked_blocks()
+        return None if blocks is None else [(blocks + 1) * shape.bytes_per_block for shape in self._cache_shapes()]
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of prompt and text together: what the model takes, or the cache where its memory was asked for."""
+        blocks, size = self._asked_blocks(), self._cache_shapes()[0].block_size
+        return self.context_length if blocks is None else min(self.context_length, blocks * size)
+
+    def _asked_blocks(self) -> int | None:
         asked = self.engine.kv_cache_memory
-        if asked is None:
-            return None
-        shapes = [self.metadata(rank).cache_shape(self.engine) for rank in range(self.tp)]
-        blocks = min(asked // shape.bytes_per_block for shape in shapes)
-        return [blocks * shape.bytes_per_block for shape in shapes]
+        return None if asked is None else asked_blocks(self._cache_shapes(), asked)
+
+    def _cache_shapes(self) -> list[CacheShape]:
+        return [self.metadata(rank).cache_shape(self.engine, self.device) for rank in range(self.tp)]
 
     def report(self) -> dict[str, Any]:
         """The whole plan, as `tpllama plan --json` prints it."""
@@ -213,6 +226,12 @@ def _whole_tensors(checkpoint: Checkpoint, stored: Mapping[str, StoredForm]) -> 
     parts = names_of_parts(checkpoint.quantized)
     plain = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
     return plain | {name: TensorInfo(form.shape) for name, form in stored.items()}
+
+
+def _eos_token_ids(engine: EngineConfig, checkpoint: Checkpoint, config: LlamaConfig) -> tuple[int, ...]:
+    """What the user's override says, or all that the files name."""
+    is_overridden = "eos_token_id" in (engine.json_model_override_args or {})
+    return config.eos_token_ids if is_overridden else (*checkpoint.eos_token_ids, *config.eos_token_ids)
 
 
 def _context_length(config: LlamaConfig, asked: int | None) -> int:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tpllama.config import DTYPES, UserError
+from tpllama.config import DTYPES, KV_CACHE_DTYPES, UserError
 from tpllama.quiet import quiet_libraries
 
 
@@ -144,8 +144,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kv-cache-memory", type=_size, metavar="SIZE", help="of each rank's keys and values: bytes, or as 512MiB")
-    add("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"), help="auto: the model's")
-    add("--block-size", type=int, default=16, metavar="N", help="tokens in a block of the cache")
+    add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="auto: the model's")
+    add("--block-size", type=int, metavar="N", help="tokens in a block of the cache (16; 256 on GPUs)")
+    add("--swap-memory", type=_size, metavar="SIZE", help="of each rank's host, for preempted requests (4GiB on GPUs)")
     add("--max-batch-size", type=int, default=32, metavar="N", help="texts in one step")
     add("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens in one step")
     add("--no-prefix-caching", dest="prefix_caching", action="store_false", help="compute each prompt as a whole")
@@ -180,9 +181,7 @@ def _size(text: str) -> int:
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise UserError(
-            f"found --kv-cache-memory {text!r}, expected bytes or a number with KiB, MiB, GiB, as in 512MiB"
-        ) from None
+        raise UserError(f"found size {text!r}, expected bytes or a number with KiB, MiB, GiB, as in 512MiB") from None
 
 
 def _text_or_file(text: str) -> str:

@@ -17,6 +17,9 @@ class UserError(ValueError):
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+# Beyond these a number is a mistake, and would only exhaust memory.
+_LARGEST = {"tp": 1 << 16, "max_batch_size": 1 << 16, "max_batch_tokens": 1 << 20, "block_size": 1 << 16}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class EngineConfig:
     max_batch_size: int = 32
     llama_model: str | None = None
     max_batch_tokens: int = 512
-    block_size: int = 16
+    block_size: int | None = None
     kv_cache_memory: int | None = None
     kv_cache_dtype: str = "auto"
     swap_memory: int | None = None
@@ -52,16 +55,23 @@ class EngineConfig:
             ("device", self.device, ("auto", "cpu", "cuda")),
             ("compile", self.compile, ("auto", "on", "off")),
             ("load_format", self.load_format, ("auto", "dummy")),
-            ("kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8", "fp8")),
+            ("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
         ):
             if value not in allowed:
                 raise UserError(f"found {name} {value!r}, expected one of {', '.join(allowed)}")
-        for name in ("tp", "max_batch_size", "max_batch_tokens", "block_size", "kv_cache_memory"):
+        for name, least, is_optional in (
+            ("tp", 1, False), ("max_batch_size", 1, False), ("max_batch_tokens", 1, False), ("block_size", 1, True),
+            ("kv_cache_memory", 1, True), ("swap_memory", 0, True),
+        ):  # fmt: skip
             number = getattr(self, name)
-            if name == "kv_cache_memory" and number is None:
+            if number is None and is_optional:
                 continue
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise UserError(f"found {name} {number!r}, expected a whole number from 1")
+            limit = _LARGEST.get(name, 1 << 60)
+            if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= limit:
+                raise UserError(f"found {name} {number!r}, expected a whole number from {least} to {limit}")
+        for name in ("quantize_lm_head", "batch_invariant", "strict", "prefix_caching", "chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"found {name} {getattr(self, name)!r}, expected True or False")
         if self.max_batch_tokens < self.max_batch_size:
             raise UserError(
                 f"found max_batch_tokens {self.max_batch_tokens}, expected at least max_batch_size's "

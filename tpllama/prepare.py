@@ -73,6 +73,7 @@ class Preparation:
             if degree > 1:
                 check_free()
             self.blueprint = draw_blueprint(self.config, self.checkpoint)
+            _ = self.blueprint.longest_request  # a cache too small is said before it costs anything
             self.tokenizer = Tokenizer(self.checkpoint.tokenizer() if self.place.rank == 0 else None)
             self._eos = self._eos_token_ids()
             self.grammars = Grammars(self.tokenizer, self.blueprint.config.vocab_size, self._eos)
@@ -98,7 +99,7 @@ class Preparation:
     def _checked(self, prompt: Prompt) -> Prompt:
         from tpllama.engine.engine import check_prompt
 
-        check_prompt(prompt.token_ids, self.blueprint.context_length, self.blueprint.config.vocab_size)
+        check_prompt(prompt.token_ids, self.blueprint.longest_request, self.blueprint.config.vocab_size)
         return prompt
 
     def load(self) -> Engine:
@@ -136,15 +137,15 @@ class Preparation:
             prefix_caching=config.prefix_caching and not config.batch_invariant,
             host_blocks=executor.cache_shape.num_host_blocks,
             alone=config.batch_invariant,
-            has_length_rope=self.blueprint.metadata(0).has_length_rope,
+            length_rope_limit=self.blueprint.metadata(0).length_rope_limit,
         )
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a text: what the user's override says, or all that the files name."""
-        own = self.blueprint.config.eos_token_ids
+        """Every id that ends a text: the tokenizer's too, unless the user says which."""
+        own = self.blueprint.eos_token_ids
         if "eos_token_id" in (self.config.json_model_override_args or {}):
             return own
-        return tuple(dict.fromkeys((*self.checkpoint.eos_token_ids, *own, *self.tokenizer.eos_token_ids)))
+        return tuple(dict.fromkeys((*own, *self.tokenizer.eos_token_ids)))
 
     def _check_ranks(self) -> None:
         """Raises RankLost if a rank that we started has ended."""

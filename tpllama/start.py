@@ -16,7 +16,7 @@ from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.cache import PagedCache
 from tpllama.engine.executor import ModelLoader, ModelMetadata
-from tpllama.engine.memory import CacheShape, fitting_blocks, free_host_bytes, sized
+from tpllama.engine.memory import UNKNOWN_FREE_BYTES, CacheShape, fitting_blocks, free_host_bytes, sized
 from tpllama.engine.runner import Runner
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.mesh import join
@@ -64,7 +64,7 @@ def run_model(loader: ModelLoader, engine: EngineConfig, ranks: Ranks, local_siz
     model, metadata = loader.load(), loader.metadata
     shape = _agree_on_cache(metadata, engine, ranks, local_size, device)
     dtype = getattr(torch, engine.dtype)
-    cache = PagedCache(shape, metadata.queries_per_kv, dtype, device, is_alone=engine.batch_invariant)
+    cache = PagedCache(shape, metadata.queries_per_kv, metadata.scale, dtype, device, is_alone=engine.batch_invariant)
     is_bucketed = engine.compile == "on" or device.type == "cuda"
     runner = Runner(model, metadata, ranks, cache, device, is_bucketed)
     runner.warm_up(engine.max_batch_tokens)
@@ -75,17 +75,22 @@ def _agree_on_cache(
     metadata: ModelMetadata, engine: EngineConfig, ranks: Ranks, local_size: int, device: torch.device
 ) -> CacheShape:
     """A cache of as many blocks as fit on each rank."""
-    shape, swap_bytes = metadata.cache_shape(engine), engine.swap_memory or 0
-    if device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-        swap_bytes = _SWAP_BYTES if engine.swap_memory is None else engine.swap_memory
-    else:
-        free_bytes = free_host_bytes() // local_size
+    shape, swap_bytes = metadata.cache_shape(engine, device.type), engine.swap_memory
+    free_host = (free_host_bytes() or UNKNOWN_FREE_BYTES) // local_size
+    is_gpu = device.type == "cuda"
+    if swap_bytes is None:
+        swap_bytes = min(_SWAP_BYTES, free_host // 4) if is_gpu else 0
+    if swap_bytes > free_host:
+        raise UserError(
+            f"found {swap_bytes} bytes asked for swapped-out requests, expected at most the {free_host} that are free "
+            f"for each rank, lower swap_memory"
+        )
+    free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else free_host
     needed = engine.max_batch_size * metadata.context_length
     blocks = fitting_blocks(shape, engine.kv_cache_memory, needed, free_bytes, device.type)
     most = torch.tensor([blocks, swap_bytes // shape.bytes_per_block], device=device)
     blocks, host_blocks = (-ranks.max(-most)).tolist()
-    return sized(shape, blocks, host_blocks, engine.kv_cache_memory, device.type)
+    return sized(shape, blocks, host_blocks, is_lazy=engine.kv_cache_memory is None and not is_gpu)
 
 
 def _check_same_files(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> None:

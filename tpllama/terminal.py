@@ -106,8 +106,8 @@ class Summary:
         self._tokens = 0
 
     def add(self, piece: Piece) -> None:
-        """Counts a piece, which is one token."""
-        self._tokens += 1
+        """Counts a piece, which is one token at the most."""
+        self._tokens += piece.token >= 0
         if self._first is None:
             self._first = time.perf_counter()
 

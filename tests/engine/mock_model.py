@@ -23,7 +23,7 @@ def shape(num_blocks: int, block_size: int, num_host_blocks: int = 0) -> CacheSh
 def next_token(context: Sequence[tuple[int, int]], draw: Draw) -> int:
     """Of tokens with the lengths that they are rotated for, and everything that a draw says."""
     # Sets come in any order.
-    said = draw._replace(seen=tuple(sorted(draw.seen)), counts=tuple(sorted(draw.counts)))
+    said = draw._replace(counts=tuple(sorted(draw.counts)))
     digest = blake2b(repr((list(context), said)).encode(), digest_size=8).digest()
     token = int.from_bytes(digest) % VOCAB
     while token in draw.banned:
@@ -34,12 +34,12 @@ def next_token(context: Sequence[tuple[int, int]], draw: Draw) -> int:
 class MockExecutor:
     """A ModelExecutor. `steps` counts what it ran, `computed` the tokens of it.
 
-    has_length_rope: a token's keys depend on the length that it is rotated for.
+    length_rope_limit: beyond it, a token's keys depend on the length that it is rotated for; None: they never do.
     """
 
-    def __init__(self, cache_shape: CacheShape, has_length_rope: bool) -> None:
+    def __init__(self, cache_shape: CacheShape, length_rope_limit: int | None) -> None:
         self.cache_shape = cache_shape
-        self.has_length_rope = has_length_rope
+        self.length_rope_limit = length_rope_limit
         size = cache_shape.block_size
         self.cache: list[tuple[int, int] | None] = [None] * (cache_shape.num_blocks * size)
         self.host: list[tuple[int, int] | None] = [None] * (cache_shape.num_host_blocks * size)
@@ -63,7 +63,8 @@ class MockExecutor:
         assert len(slots) == len(chunk.tokens) > 0
         self.computed += len(slots)
         for slot, position, token in zip(slots, range(chunk.start, chunk.stop), chunk.tokens, strict=True):
-            length = max(chunk.prompt_length, position + 1) if self.has_length_rope else 0
+            limit = self.length_rope_limit
+            length = 0 if limit is None else max(chunk.prompt_length, position + 1, limit)
             self.cache[slot] = (token, length)
         return slots
 

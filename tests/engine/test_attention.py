@@ -95,7 +95,7 @@ def run(case: Case, dtype: torch.dtype, stored: str, is_alone: bool = False) -> 
     made = tables(case)
     blocks = 1 + max(block for table in made for block in table.blocks)
     shape = CacheShape(2, case.kv_heads, case.head_dim, stored, case.block_size, blocks)
-    cache = PagedCache(shape, case.queries_per_kv, dtype, CPU, is_alone)
+    cache = PagedCache(shape, case.queries_per_kv, case.head_dim**-0.5, dtype, CPU, is_alone)
     layer = cache.layers[1]
     for sequence, table in zip(case.sequences, made, strict=True):
         if sequence.before:
@@ -170,7 +170,7 @@ def test_nothing_read_together_gives_the_same(case: Case) -> None:
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_what_is_stored_in_a_byte_is_near(stored: str) -> None:
     shape = CacheShape(1, 2, 64, stored, 16, 4)
-    store = PagedCache(shape, 1, torch.float32, CPU).layers[0].keys
+    store = PagedCache(shape, 1, 0.125, torch.float32, CPU).layers[0].keys
     x = torch.randn(30, 2, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 30)[:, None, None]
     x[3] = 0
     slots = torch.arange(7, 37)
@@ -185,7 +185,7 @@ def test_what_is_stored_in_a_byte_is_near(stored: str) -> None:
 @pytest.mark.parametrize("stored", ["float32", "int8"])
 def test_blocks_move_between_device_and_host_and_are_copied(stored: str) -> None:
     shape = CacheShape(2, 1, 4, stored, 2, num_blocks=4, num_host_blocks=3)
-    cache = PagedCache(shape, 1, torch.float32, CPU)
+    cache = PagedCache(shape, 1, 0.125, torch.float32, CPU)
     x = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(0))
     for index, layer in enumerate(cache.layers):
         layer.keys.write(torch.tensor([2, 3]), x + index)
@@ -205,8 +205,7 @@ def test_blocks_move_between_device_and_host_and_are_copied(stored: str) -> None
 def test_the_cache_takes_the_bytes_that_were_planned() -> None:
     for stored, item in (("bfloat16", 2), ("int8", 1), ("float32", 4)):
         shape = CacheShape(3, 2, 8, stored, 4, num_blocks=5, num_host_blocks=2)
-        cache = PagedCache(shape, 1, torch.bfloat16, CPU)
+        cache = PagedCache(shape, 1, 0.125, torch.bfloat16, CPU)
         per_block = 2 * 3 * 2 * 4 * (8 * item + (4 if item == 1 else 0))
-        assert shape.num_bytes == 5 * per_block
         taken = sum(part.numel() * part.element_size() for layer in cache.layers for part in layer.parts())
-        assert taken == shape.num_bytes + per_block  # one block more, for the tokens that fill a step up
+        assert taken == shape.num_bytes == 6 * per_block  # one block more, for the tokens that fill a step up

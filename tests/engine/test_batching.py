@@ -150,13 +150,13 @@ def test_a_failure_ends_every_request_and_nothing_else(tiny: LLM, monkeypatch: p
 
 
 def test_a_request_that_can_never_fit_is_refused(make_checkpoint: MakeCheckpoint) -> None:
-    with LLM(str(make_checkpoint()), dtype="float32", kv_cache_memory=20 * TOKEN_BYTES, block_size=4) as llm:
+    with LLM(str(make_checkpoint()), dtype="float32", kv_cache_memory=24 * TOKEN_BYTES, block_size=4) as llm:
         with pytest.raises(UserError, match="prompt of 20 tokens, expected fewer than the context's 20"):
             llm.generate([[1] * 20])
         [output] = llm.generate([[1] * 15], SamplingParams(max_new_tokens=50, ignore_eos=True))
         assert (len(output.token_ids), output.finish_reason) == (5, "length")
-    with pytest.raises(UserError, match="expected at least one block's"):
-        LLM(str(make_checkpoint()), dtype="float32", kv_cache_memory=3 * TOKEN_BYTES, block_size=4)
+    with pytest.raises(UserError, match="expected room for two blocks"):
+        LLM(str(make_checkpoint()), dtype="float32", kv_cache_memory=7 * TOKEN_BYTES, block_size=4)
 
 
 # Parameters.

@@ -34,7 +34,7 @@ class World:
     """A scheduler on a mock model."""
 
     def __init__(self, num_blocks: int, block_size: int, policy: Policy, warm: int | None = None) -> None:
-        self.executor = MockExecutor(shape(num_blocks, block_size, policy.host_blocks), policy.has_length_rope)
+        self.executor = MockExecutor(shape(num_blocks, block_size, policy.host_blocks), policy.length_rope_limit)
         self.pool = BlockPool(num_blocks, block_size, warm)
         self.scheduler = Scheduler(self.pool, policy)
 
@@ -70,7 +70,7 @@ def alone(request: Request, block_size: int, policy: Policy) -> list[tuple[Any, 
     for sample in (request, *request.siblings):
         params = replace(sample.params, n=1)
         single = Request(0, sample.sample, sample.prompt_ids, params, sample.max_length, end_ids=sample.end_ids)
-        rope = Policy(has_length_rope=policy.has_length_rope)
+        rope = Policy(length_rope_limit=policy.length_rope_limit)
         world = World(world_blocks(single, block_size), block_size, rope)
         world.scheduler.add(single)
         world.finish()
@@ -105,7 +105,7 @@ POLICIES = st.builds(
     chunked_prefill=st.booleans(),
     prefix_caching=st.booleans(),
     host_blocks=st.sampled_from([0, 0, 3, 20]),
-    has_length_rope=st.booleans(),
+    length_rope_limit=st.sampled_from([None, None, 0, 12]),
 )
 
 

@@ -24,7 +24,7 @@ def test_block_tables_on_a_gpu(dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(0)
     shape = CacheShape(1, 2, 64, str(dtype).removeprefix("torch."), 256, 6)
-    cache = PagedCache(shape, 3, dtype, device)
+    cache = PagedCache(shape, 3, 0.125, dtype, device)
     [layer] = cache.layers
     for part in layer.parts():
         part.normal_(generator=generator)
@@ -48,7 +48,7 @@ def test_only_caches_that_the_kernel_reads_take_it() -> None:
 
 
 def test_what_the_kernel_is_told_of_a_step() -> None:
-    step = VarlenAttention(CHUNKS, 256, torch.device("cpu"), is_alone=False)
+    step = VarlenAttention(CHUNKS, 256, 0.125, torch.device("cpu"), is_alone=False)
     assert step._starts.tolist() == [0, 1, 41, 44]
     assert step._lengths.tolist() == [301, 40, 258]
     assert step._tables.tolist() == [[2, 0], [1, 0], [4, 5]]

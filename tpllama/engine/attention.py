@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tpllama.engine.batch import Chunk, Run
+from tpllama.engine.memory import CacheShape
 from tpllama.engine.varlen import VarlenAttention
 
 if TYPE_CHECKING:
@@ -78,18 +79,23 @@ class Group(NamedTuple):
 class SequencesAttention:
     """Sequence by sequence, or group by group: see the module."""
 
-    def __init__(self, texts: list[Text], prompts: list[Prompt], groups: list[Group], queries_per_kv: int) -> None:
+    def __init__(
+        self, texts: list[Text], prompts: list[Prompt], groups: list[Group], queries_per_kv: int, scale: float
+    ) -> None:
         self._texts = texts
         self._prompts = prompts
         self._groups = groups
         self._queries_per_kv = queries_per_kv
+        self._scale = scale
 
     def attend(self, q: Tensor, keys: Store, values: Store) -> Tensor:
         tokens, heads, head_dim = q.shape
         kv_heads = heads // self._queries_per_kv
         grouped = q.view(tokens, kv_heads, self._queries_per_kv, head_dim)
         rows = grouped.split(1)  # [1, kv_heads, queries_per_kv, head_dim]: a token's query heads as queries
-        attended = [_attend(rows[row], place.read(keys), place.read(values))[0] for row, place in self._texts]
+        attended = [
+            _attend(rows[row], place.read(keys), place.read(values), self._scale)[0] for row, place in self._texts
+        ]
         if len(attended) == tokens:
             return torch.cat(attended).view_as(q)
         out = torch.zeros_like(grouped)
@@ -106,54 +112,57 @@ class SequencesAttention:
         first = prompt.row
         for tokens, size, mask in prompt.pieces:
             queries = grouped[first : first + tokens].transpose(0, 1)  # [kv_heads, tokens, queries_per_kv, head_dim]
-            attended, _ = _attend(queries.flatten(1, 2)[None], k[:, :, :size], v[:, :, :size], mask)
+            attended, _ = _attend(queries.flatten(1, 2)[None], k[:, :, :size], v[:, :, :size], self._scale, mask)
             out[first : first + tokens] = attended.view(queries.shape).transpose(0, 1)
             first += tokens
 
     def _group(self, group: Group, grouped: Tensor, out: Tensor, keys: Store, values: Store) -> None:
         rows = [text.row for text in group.texts]
         queries = grouped[rows].transpose(0, 1)  # [kv_heads, texts, queries_per_kv, head_dim]
-        shared = _attend(queries.flatten(1, 2)[None], group.shared.read(keys), group.shared.read(values))
+        shared = _attend(queries.flatten(1, 2)[None], group.shared.read(keys), group.shared.read(values), self._scale)
         shared_values = shared[0].view(queries.shape).transpose(0, 1).float()
         shared_logs = shared[1].view(queries.shape[:-1]).transpose(0, 1)
-        own = [_attend(grouped[row, None], place.read(keys), place.read(values)) for row, place in group.texts]
+        own = [
+            _attend(grouped[row, None], place.read(keys), place.read(values), self._scale) for row, place in group.texts
+        ]
         own_values, own_logs = (torch.cat(each) for each in zip(*own, strict=True))
         # A softmax over both parts gives each the weight that its sum has in the sum of both.
         weight = (own_logs - shared_logs).sigmoid().unsqueeze(-1)
         out[rows] = torch.lerp(shared_values, own_values.float(), weight).to(out.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of the sum of its weights: q [1, kv_heads, n, head_dim], logs [1, kv_heads, n]."""
     if q.device.type == "cpu":
-        attended, logs = _flash(q, k, v, attn_mask=mask)
+        attended, logs = _flash(q, k, v, attn_mask=mask, scale=scale)
         return attended, logs
-    scores = (q @ k.transpose(-1, -2)).float() / q.shape[-1] ** 0.5
+    scores = (q @ k.transpose(-1, -2)).float() * scale
     scores = scores if mask is None else scores + mask
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
 
 
 class Planner:
-    """Makes out what each step looks at. dtype: of computation; stored: of the cache.
+    """Makes out what each step looks at. dtype: of computation; scale: of the scores.
 
     is_alone: nothing is read together, so that no text depends on another.
     """
 
     def __init__(
-        self, block_size: int, queries_per_kv: int, dtype: torch.dtype, stored: torch.dtype, device: torch.device,
+        self, shape: CacheShape, queries_per_kv: int, scale: float, dtype: torch.dtype, device: torch.device,
         is_alone: bool,
     ) -> None:  # fmt: skip
-        self._block_size = block_size
+        self._block_size = shape.block_size
+        self._stored = getattr(torch, shape.dtype)
         self._queries_per_kv = queries_per_kv
+        self._scale = scale
         self._dtype = dtype
-        self._stored = stored
         self._device = device
         self._is_alone = is_alone
 
     def plan(self, chunks: tuple[Chunk, ...]) -> StepAttention:
         """The attention of a step of these chunks."""
         if VarlenAttention.fits(self._block_size, self._stored, self._device):
-            return VarlenAttention(chunks, self._block_size, self._device, self._is_alone)
+            return VarlenAttention(chunks, self._block_size, self._scale, self._device, self._is_alone)
         rows = itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
         singles: list[tuple[int, Chunk]] = []
         prompts: list[Prompt] = []
@@ -164,7 +173,7 @@ class Planner:
                 prompts.append(Prompt(row, self._place(chunk.runs, 0, chunk.stop), list(self._pieces(chunk))))
         groups, singles = ([], singles) if self._is_alone else self._groups(singles)
         texts = [Text(row, self._place(chunk.runs, 0, chunk.stop)) for row, chunk in singles]
-        return SequencesAttention(texts, prompts, groups, self._queries_per_kv)
+        return SequencesAttention(texts, prompts, groups, self._queries_per_kv, self._scale)
 
     def _groups(self, singles: list[tuple[int, Chunk]]) -> tuple[list[Group], list[tuple[int, Chunk]]]:
         """Texts that share enough of their beginnings, and those that don't, by row."""
@@ -173,15 +182,26 @@ class Planner:
             by_block.setdefault(chunk.runs[0][0], []).append((row, chunk))
         groups, others = [], []
         for first, members in by_block.items():
-            # Whole blocks before each one's newest token, so that something is left for each.
-            count = min(min(chunk.runs[0][1], chunk.start // self._block_size) for _, chunk in members)
-            shared = count * self._block_size
-            if shared * (len(members) - 1) < _SHARED_TOKENS * len(members):
-                others += members
-                continue
-            texts = [Text(row, self._place(chunk.runs, shared, chunk.stop)) for row, chunk in members]
-            groups.append(Group(Place(first * self._block_size, shared, None), texts))
+            together, shared = self._most_in_common(members)
+            others += [member for member in members if member not in together]
+            texts = [Text(row, self._place(chunk.runs, shared, chunk.stop)) for row, chunk in together]
+            if texts:
+                groups.append(Group(Place(first * self._block_size, shared, None), texts))
         return groups, sorted(others)
+
+    def _most_in_common(self, members: list[tuple[int, Chunk]]) -> tuple[list[tuple[int, Chunk]], int]:
+        """Those of texts with one first block for whom reading together saves most, and the tokens they share."""
+        counts = {}
+        for row, chunk in members:
+            # Whole blocks before the newest token, so that something is left for each.
+            counts[row] = min(chunk.runs[0][1], chunk.start // self._block_size)
+        falling = sorted(members, key=lambda member: -counts[member[0]])
+        size = self._block_size
+        saved = [counts[row] * size * place - _SHARED_TOKENS * (place + 1) for place, (row, _) in enumerate(falling)]
+        best = max(range(len(saved)), key=saved.__getitem__)
+        if saved[best] < 0:
+            return [], 0
+        return falling[: best + 1], counts[falling[best][0]] * size
 
     def _place(self, runs: tuple[Run, ...], start: int, stop: int) -> Place:
         """Where a sequence's positions start..stop lie."""

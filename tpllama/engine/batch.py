@@ -1,4 +1,8 @@
-"""One step's work, as the leader describes it to every rank. Plain Python, no torch; small when serialised."""
+"""One step's work, as the leader describes it to every rank. Plain Python, no torch.
+
+Serialised it takes some hundred bytes a sequence, and a bit for each token of the vocabulary where a repetition
+penalty or a grammar applies.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ class Draw(NamedTuple):
 
     In this order: where `allowed` is given, only tokens whose bit is set in it (bit t % 8 of byte t // 8) may be drawn,
     and never those of `banned`; `bias` is added to its tokens' logits; the repetition penalty applies to the
-    tokens in `seen`, presence and frequency penalty to those in `counts`, which has (token, times drawn so far);
-    then come temperature (0: the likeliest token), top_k, top_p among those, and min_p.
+    tokens whose bits are set in `seen`, presence and frequency penalty to those in `counts`, which has (token, times
+    drawn so far); then come temperature (0: the likeliest token), top_k, top_p among those, and min_p.
 
     `key` makes the draw's noise its own: seed, sample and count of new tokens. `logprobs`: how many of the likeliest
     tokens to report, of the model's own distribution.
@@ -33,7 +37,7 @@ class Draw(NamedTuple):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seen: tuple[int, ...] = ()
+    seen: bytes = b""
     counts: tuple[tuple[int, int], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
@@ -80,7 +84,7 @@ class Batch(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A token that was drawn."""
+    """A token that was drawn, or why there is none."""
 
     token: int
     logprobs: TokenLogprobs | None = None

@@ -87,11 +87,11 @@ class BlockPool:
         return True
 
     def _is_open(self, table: BlockTable, block: int) -> bool:
-        bit = 1 << block
-        return bool(self._free & bit and not (self._promised & ~table.promised) & bit) or block in self._kept
+        unpromised = self._free & ~(self._promised & ~table.promised)
+        return bool(unpromised >> block & 1) or (not unpromised and block in self._kept)
 
     def _place(self, table: BlockTable, count: int, wished: int) -> None:
-        self._make_room(count, wished)
+        self._make_room(count)
         self._promised &= ~table.promised
         unpromised = self._free & ~self._promised
         start = _first_run(unpromised, wished)
@@ -106,9 +106,9 @@ class BlockPool:
         for offset in range(count):
             self._take(table, start + offset if start >= 0 else _lowest(unpromised & self._free or self._free))
 
-    def _make_room(self, count: int, wished: int) -> None:
+    def _make_room(self, count: int) -> None:
         """Forgets what was kept longest, and takes more blocks into play where that isn't enough for `count`."""
-        short = wished - (self._free & ~self._promised).bit_count()
+        short = count - (self._free & ~self._promised).bit_count()
         for block in list(itertools.islice(self._kept, max(short, 0))):
             self._forget(block)
             del self._kept[block]

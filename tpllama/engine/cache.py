@@ -14,12 +14,10 @@ from torch import Tensor
 
 from tpllama.engine.attention import Planner, StepAttention, spans_of
 from tpllama.engine.batch import Batch, Copy, Run
-from tpllama.engine.memory import CacheShape
+from tpllama.engine.memory import SCALED_FORMS, CacheShape
 from tpllama.kernels.cpu import widen
 
 _WIDENED_SLOTS = 512
-# What a stored value of these may be at the most.
-_LIMIT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Store(Protocol):
@@ -59,12 +57,13 @@ class PlainStore:
 
 
 class ScaledStore:
-    """In one byte a value, with a scale for each vector: its largest magnitude becomes the largest that fits.
+    """In one byte a value, with a scale for each vector: its largest magnitude becomes `largest`.
 
     `dtype`: the one of computation.
     """
 
-    def __init__(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, data: Tensor, scales: Tensor, largest: float, dtype: torch.dtype) -> None:
+        self._largest = largest
         self._stored = data.dtype
         self.data = PlainStore(data.view(torch.int8))  # for few operations know float8
         self.scales = PlainStore(scales)  # float32 [slots, kv_heads, 1]
@@ -72,7 +71,7 @@ class ScaledStore:
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         wide = x.float()
-        scales = (wide.abs().amax(-1, keepdim=True) / _LIMIT[self._stored]).clamp(min=torch.finfo(torch.float32).tiny)
+        scales = (wide.abs().amax(-1, keepdim=True) / self._largest).clamp(min=torch.finfo(torch.float32).tiny)
         scaled = wide / scales
         rounded = scaled.round() if self._stored == torch.int8 else scaled
         self.data.write(slots, rounded.to(self._stored).view(torch.int8))
@@ -129,13 +128,14 @@ class PagedCache:
     The block after the last one takes the tokens that only fill up a step to its size. is_alone: see `Planner`.
     """
 
-    def __init__(self, shape: CacheShape, queries_per_kv: int, dtype: torch.dtype, device: torch.device,
-                 is_alone: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, shape: CacheShape, queries_per_kv: int, scale: float, dtype: torch.dtype, device: torch.device,
+        is_alone: bool = False,
+    ) -> None:  # fmt: skip
         self.shape = shape
         self.device = device
         self._dtype = dtype
-        stored = getattr(torch, shape.dtype)
-        self._planner = Planner(shape.block_size, queries_per_kv, dtype, stored, device, is_alone)
+        self._planner = Planner(shape, queries_per_kv, scale, dtype, device, is_alone)
         self._step = CurrentStep()
         slots = (shape.num_blocks + 1) * shape.block_size
         self.layers = [self._layer(slots, device) for _ in range(shape.num_layers)]
@@ -147,11 +147,11 @@ class PagedCache:
 
     def _store(self, slots: int, device: torch.device) -> Store:
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
-        stored = getattr(torch, self.shape.dtype)
-        data = _zeros((slots, heads, dim), stored, device)
-        if stored not in _LIMIT:
+        data = _zeros((slots, heads, dim), getattr(torch, self.shape.dtype), device)
+        form = SCALED_FORMS.get(self.shape.dtype)
+        if form is None:
             return PlainStore(data)
-        return ScaledStore(data, _zeros((slots, heads, 1), torch.float32, device), self._dtype)
+        return ScaledStore(data, _zeros((slots, heads, 1), torch.float32, device), form.largest, self._dtype)
 
     def begin(self, batch: Batch, size: int) -> None:
         """Moves blocks as `batch` says, and prepares the step that computes it, filled up to `size` tokens."""

@@ -36,7 +36,7 @@ def _draw(request: Request) -> Draw:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        seen=tuple({*request.prompt_ids, *request.counts}) if params.repetition_penalty != 1 else (),
+        seen=bytes(request.seen),
         counts=tuple(request.counts.items()) if params.presence_penalty or params.frequency_penalty else (),
         bias=tuple(params.logit_bias.items()),
         banned=tuple(request.end_ids) if too_short else (),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from tpllama.engine.request import Request, SamplingParams
 from tpllama.engine.scheduler import Scheduler
 from tpllama.engine.text import Piece, Prompt, Text
 from tpllama.engine.tokenizer import Tokenizer
+from tpllama.engine.turns import Turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class Limits:
 
 
 class Engine:
-    """Generates texts on a ModelExecutor. Calls from several threads share its steps: whoever waits, runs the next."""
+    """Generates texts on a ModelExecutor. Calls from several threads share its steps: one that waits runs the next."""
 
     def __init__(
         self, executor: ModelExecutor, tokenizer: Tokenizer, grammars: Grammars, eos_token_ids: tuple[int, ...],
@@ -49,20 +49,21 @@ class Engine:
         self.grammars = grammars
         self._texts: dict[Request, Text] = {}
         self._arrivals = 0
-        self._lock = threading.Lock()  # one step at a time, whichever thread asks
+        # From other threads, for the one whose turn it is.
+        self._submitted: deque[Text] = deque()
         self._dropped: deque[Text] = deque()
+        self._turns = Turns(self._take_in)
 
     def step(self) -> bool:
         """Computes the next batch and hands on what it drew; False when nothing is left to do."""
-        self._abort_dropped()
+        self._take_in()
         batch = self.scheduler.schedule()
         if not batch.chunks:
             return False
         results = self.executor.run(batch)
         for request in self.scheduler.commit(results):
             self._texts[request].take_newest()
-            if request.finish_reason is not None:
-                del self._texts[request]
+        self._texts = {request: text for request, text in self._texts.items() if request.finish_reason is None}
         return True
 
     def generate(
@@ -81,13 +82,13 @@ class Engine:
 
     def _pieces(self, texts: list[Text]) -> Iterator[Piece]:
         pieces: deque[Piece | Exception] = deque()
+        for text in texts:
+            text.pieces = pieces
         try:
-            with self._lock:
-                self._submit(texts, pieces)
+            self._submitted.extend(texts)
             unfinished = len(texts)
             while unfinished:
-                if not pieces:
-                    self._advance(pieces)
+                self._advance(pieces)
                 while pieces:
                     piece = pieces.popleft()
                     if isinstance(piece, Exception):
@@ -95,60 +96,57 @@ class Engine:
                     unfinished -= piece.output is not None
                     yield piece
         finally:
-            self._dropped.extend(text for text in texts if text.request in self._texts)
-            # Not while a step runs, be it in this very thread: an iterator may be collected at any time.
-            if self._lock.acquire(blocking=False):
-                try:
-                    self._abort_dropped()
-                finally:
-                    self._lock.release()
+            self._dropped.extend(text for text in texts if text.request.finish_reason is None)
+            self._turns.settle()
 
-    def _abort_dropped(self) -> None:
-        """Ends the requests that nobody reads any more."""
-        while self._dropped:
-            request = self._dropped.popleft().request
-            if self._texts.pop(request, None):
-                self.scheduler.abort(request)
+    def _advance(self, pieces: deque[Piece | Exception]) -> None:
+        """Waits until there are new pieces, and runs steps for all while nobody else does."""
+        while not pieces:
+            with self._turns.take(unless=lambda: bool(pieces)) as is_mine:
+                if is_mine:
+                    self._step_or_fail()
 
-    def _submit(self, texts: list[Text], pieces: deque[Piece | Exception]) -> None:
-        for text in texts:
-            text.pieces = pieces
+    def _step_or_fail(self) -> None:
+        try:
+            if not self.step():
+                raise AssertionError("a text is unfinished, but nothing is left to do")
+        except BaseException as error:
+            # What it did to blocks is not known: all texts end, and each raises where it is read.
+            if isinstance(error, Exception):
+                self._fail(error)
+            else:
+                self._fail(RuntimeError("a step was broken off, and with it every text"))
+                raise
+
+    def _take_in(self) -> None:
+        """Has new requests wait, and ends those that nobody reads any more."""
+        while self._submitted:
+            text = self._submitted.popleft()
             self._texts[text.request] = text
             self._arrivals += text.request.sample == 0
             text.request.arrival = self._arrivals
             if text.request.sample == 0:
                 self.scheduler.add(text.request)
-
-    def _advance(self, pieces: deque[Piece | Exception]) -> None:
-        """Runs steps until there are new pieces, in this thread or while it waits for another's."""
-        with self._lock:
-            try:
-                while not pieces:
-                    assert self.step(), "a text is unfinished, but nothing is left to do"
-            except Exception as error:  # noqa: BLE001 - it is every text's failure, and each raises it where it is read
-                self._fail(error)
-            except BaseException:
-                self._fail(RuntimeError("a step was broken off, and with it every text"))
-                raise
-            self._abort_dropped()
+        while self._dropped:
+            request = self._dropped.popleft().request
+            if self._texts.pop(request, None):
+                self.scheduler.abort(request)
 
     def _fail(self, error: Exception) -> None:
-        """Ends all requests with an error: what a step that was broken off did to their blocks is not known."""
-        for text in self._texts.values():
-            self.scheduler.abort(text.request)
-        waiting = {id(text.pieces): text.pieces for text in self._texts.values()}
+        self.scheduler.clear()
+        readers = {id(text.pieces): text.pieces for text in self._texts.values()}
         self._texts.clear()
-        for pieces in waiting.values():
+        for pieces in readers.values():
             pieces.append(error)
 
     def logits(self, tokens: list[list[int]]) -> Tensor:
         """Logits of whole sequences of equal length (see `ModelExecutor.logits`)."""
-        with self._lock:
+        with self._turns.take():
             return self.executor.logits(tokens)
 
     def peak_memory_bytes(self) -> list[int]:
         """Each rank's peak memory so far."""
-        with self._lock:
+        with self._turns.take():
             return self.executor.peak_memory_bytes()
 
     def _new_texts(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> list[Text]:
@@ -161,7 +159,7 @@ class Engine:
                 raise UserError(f"found token id {token}, expected 0 to {self.limits.vocab_size - 1}, correct it")
         seeded = params if params.seed is not None else replace(params, seed=self.seed)
         # Where a grammar is at its end nothing else can follow.
-        has_eos = not params.ignore_eos or self.grammars.constraint(params) is not None
+        has_eos = not params.ignore_eos or params.is_constrained
         ends = frozenset(params.stop_token_ids) | (self.eos_token_ids if has_eos else frozenset())
         longest = min(len(prompt.token_ids) + params.max_new_tokens, self.limits.context_length)
         first, *siblings = [

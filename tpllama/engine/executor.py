@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tpllama.config import EngineConfig
 from tpllama.engine.batch import Batch, Result
-from tpllama.engine.memory import CacheShape, stored_dtype
+from tpllama.engine.memory import DEFAULT_BLOCK_TOKENS, CacheShape, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class ModelMetadata:
     """One rank's view of a model: counts of the whole, and what of it this rank has.
 
-    owned_tokens: the range of token ids whose logits this rank computes. has_length_rope: the keys of a prompt depend
-    on its length. Scores are scaled by 1 / sqrt(head_dim).
+    owned_tokens: the range of token ids whose logits this rank computes. length_rope_limit: where keys depend on the
+    length of their prompt, the length up to which they are those of any other. scale: of a query's products with keys.
+    eos_token_ids: those that end a text by what the files say.
     """
 
     vocab_size: int
@@ -32,17 +33,20 @@ class ModelMetadata:
     num_heads: int
     num_kv_heads: int
     owned_tokens: tuple[int, int]
-    has_length_rope: bool
+    length_rope_limit: int | None
+    scale: float
+    eos_token_ids: tuple[int, ...]
 
     @property
     def queries_per_kv(self) -> int:
         """Query heads that share a key-value head."""
         return self.num_heads // self.num_kv_heads
 
-    def cache_shape(self, engine: EngineConfig) -> CacheShape:
+    def cache_shape(self, engine: EngineConfig, device: str) -> CacheShape:
         """What this rank's cache is made of; how many blocks it has is for the memory to say."""
         stored = stored_dtype(engine.kv_cache_dtype, engine.dtype)
-        return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, stored, engine.block_size)
+        block_size = engine.block_size or DEFAULT_BLOCK_TOKENS[device]
+        return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim, stored, block_size)
 
 
 class LayerKVCache(Protocol):

@@ -23,9 +23,12 @@ def is_filtered(draw: Draw) -> bool:
 def thresholds(scores: Tensor, draws: Sequence[Draw], ranks: Ranks, vocab_size: int) -> Tensor:
     """The lowest score that each row's filters keep, float32 [n], given scores [n, own tokens], over temperature.
 
-    Top-k, then top-p among those, then min-p. Equal scores are kept or dropped together.
+    Top-k, then top-p among those, then min-p. Equal scores are kept or dropped together. NaN for a row whose scores
+    are no numbers.
     """
     peak = common_peak(scores, ranks)
+    is_broken = ~(peak < math.inf)
+    scores, peak = scores.masked_fill(is_broken[:, None], 0), peak.masked_fill(is_broken, 0)
     min_p = torch.tensor([draw.min_p for draw in draws], dtype=torch.float64, device=scores.device)
     result = (peak.double() + min_p.log()).float()
     rows = [row for row, draw in enumerate(draws) if 0 < draw.top_k < vocab_size or draw.top_p < 1]
@@ -35,20 +38,12 @@ def thresholds(scores: Tensor, draws: Sequence[Draw], ranks: Ranks, vocab_size: 
             scores, peak = scores[index], peak[index]
         ranked = _Ranked(scores, [draws[row] for row in rows], peak, ranks, vocab_size)
         result[index] = torch.maximum(result[index], ranked.thresholds())
-    return result
+    return result.masked_fill(is_broken, math.nan)
 
 
 def common_peak(scores: Tensor, ranks: Ranks) -> Tensor:
-    """Each row's largest score over all ranks, float32 [n]."""
-    peak = ranks.max(scores.amax(dim=-1))
-    refuse_nan(peak)
-    return peak
-
-
-def refuse_nan(peaks: Tensor) -> None:
-    """Raises for NaN or infinity among rows' largest scores. Every rank sees the same, so that all raise alike."""
-    if not bool((peaks < math.inf).all()):
-        raise RuntimeError("the model's logits are no numbers: a weight is damaged (--strict names it) or overflows")
+    """Each row's largest score over all ranks, float32 [n]; NaN or infinity where scores are no numbers."""
+    return ranks.max(scores.amax(dim=-1))
 
 
 def mass(scores: Tensor, peak: Tensor) -> Tensor:

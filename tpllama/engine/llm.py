@@ -92,11 +92,11 @@ class LLM:
     def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Logits of whole sequences of equal length, float32 [batch, seq, vocab]; one sequence is a batch of one."""
         rows = _rows(token_ids)
-        limits = self._open_engine().limits
+        self._open_engine()
         from tpllama.engine.engine import check_prompt
 
         for row in rows:
-            check_prompt(row, limits.context_length + 1, limits.vocab_size)
+            check_prompt(row, self.blueprint.context_length + 1, self.blueprint.config.vocab_size)
         if len({len(row) for row in rows}) > 1:
             raise UserError("found sequences of different lengths, expected equal ones, call once per length")
         with self._preparation.blaming_ranks():

@@ -94,7 +94,9 @@ def _add_bias(rows: _Rows, draws: Sequence[Draw]) -> None:
 
 def _penalize_seen(rows: _Rows, draws: Sequence[Draw]) -> None:
     """Repetition penalty (arXiv 1909.05858): positive logits of seen tokens divided by it, negative multiplied."""
-    tokens, lengths = _flat([draw.seen for draw in draws], np.int64)
+    bits = [np.unpackbits(np.frombuffer(draw.seen, np.uint8), bitorder="little") for draw in draws]
+    seen = [row.nonzero()[0] for row in bits]
+    tokens, lengths = np.concatenate(seen), [len(row) for row in seen]
     places, order, _ = rows.places(tokens, lengths)
     penalty = rows.each([draw.repetition_penalty for draw in draws])[order]
     rows.change(places, lambda old: torch.where(old > 0, old / penalty, old * penalty))

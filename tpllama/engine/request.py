@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from tpllama.config import UserError
-from tpllama.engine.blocks import BlockTable
+from tpllama.engine.blocks import BlockTable, digests_of
 
 FinishReason = Literal["stop", "length"]
+
+# In a token's place: masks left none to draw; the logits are NaN or infinite, as a weight is damaged or overflows.
+NO_TOKEN, NO_NUMBERS = -1, -2
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,25 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the text has to follow something."""
+        return not (self.json_schema is None and self.regex is None and self.grammar is None)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for name in ("max_new_tokens", "top_k", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | None):
+            value, is_optional = getattr(self, name), name in ("seed", "logprobs", "prompt_logprobs")
+            if isinstance(value, bool) or not (isinstance(value, int) or (value is None and is_optional)):
                 raise UserError(f"found {name} {value!r}, expected an integer")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UserError(f"found {name} {value!r}, expected a number")
+        if not _is_bias(self.logit_bias):
+            raise UserError(f"found logit_bias {self.logit_bias!r}, expected finite numbers by token id")
         for name, fits, expected in self._limits():
             if not fits:
                 raise UserError(f"found {name} {getattr(self, name)!r}, expected {expected}")
@@ -72,13 +87,19 @@ class SamplingParams:
         yield "repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"
         yield "presence_penalty", math.isfinite(self.presence_penalty), "a finite number"
         yield "frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"
-        yield "logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"
-        yield "stop", all(self.stop), "no empty string"
+        yield "stop", all(isinstance(each, str) and each for each in self.stop), "strings, none of them empty"
         yield "stop_token_ids", all(isinstance(token, int) for token in self.stop_token_ids), "token ids"
         yield "min_tokens", 0 <= self.min_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"
         yield "n", self.n >= 1, "at least 1"
         yield "logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, counts
         yield "prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100, counts
+
+
+def _is_bias(bias: Any) -> bool:
+    return isinstance(bias, Mapping) and all(
+        type(token) is int and isinstance(amount, int | float) and math.isfinite(amount)
+        for token, amount in bias.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -100,13 +121,22 @@ class Constraint(Protocol):
         """Takes note of a token that was drawn."""
 
 
+def bit_mask(tokens: list[int]) -> bytearray:
+    """A bit for each token id: bit t % 8 of byte t // 8."""
+    mask = bytearray(max(tokens, default=0) // 8 + 1)
+    for token in tokens:
+        mask[token // 8] |= 1 << token % 8
+    return mask
+
+
 @dataclass(eq=False)
 class Request:
     """One text in the making: a sample of a prompt.
 
     `siblings` are the prompt's other samples, which begin once its keys and values are computed. `computed` counts the
     tokens whose keys and values lie in `blocks`; `host_blocks` has them while the request is swapped out. `digests`
-    are those of its full blocks. The lower of (priority, arrival) goes first.
+    are those of its full blocks. `seen`: a bit for each token of prompt and text, where a repetition penalty needs it.
+    `has_failed`: its logits were no numbers.
     """
 
     index: int
@@ -128,10 +158,12 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    has_failed: bool = False
+    seen: bytearray = field(default_factory=bytearray)
 
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return self.priority, self.arrival, self.sample
+    def __post_init__(self) -> None:
+        if self.params.repetition_penalty != 1:
+            self.seen = bit_mask(self.prompt_ids)
 
     @property
     def length(self) -> int:
@@ -150,11 +182,21 @@ class Request:
             return tuple(self.new_ids[start - prompt : stop - prompt])
         return (*self.prompt_ids[start:stop], *self.new_ids[: max(0, stop - prompt)])
 
+    def digests_of(self, stop: int, block_size: int, seed: bytes) -> list[bytes]:
+        """The digests of the full blocks among the first `stop` tokens."""
+        if len(self.digests) < stop // block_size:
+            self.digests = digests_of(self.tokens(0, stop), block_size, seed, self.digests)
+        return self.digests[: stop // block_size]
+
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Takes a token that was drawn, -1 if none was left to draw, and says whether it is the last one."""
+        """Takes a token that was drawn, or what stands in its place; notes whether it is the last one."""
         if token < 0:
             self.finish_reason = "stop"
+            self.has_failed = token == NO_NUMBERS
             return
+        if self.seen:
+            self.seen.extend(bytes(max(token // 8 + 1 - len(self.seen), 0)))
+            self.seen[token // 8] |= 1 << token % 8
         self.new_ids.append(token)
         self.counts[token] = self.counts.get(token, 0) + 1
         if logprobs is not None:

@@ -42,8 +42,9 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
         """Runs a step of each size there is up to `most_tokens`, so that all is compiled before the first request."""
-        sizes = {bucket(count) for count in range(1, most_tokens + 1)}
-        for size in sorted(sizes) if self.is_bucketed else ():
+        size = 0
+        while self.is_bucketed and size < most_tokens:
+            size = bucket(size + 1)
             self.cache.begin(Batch(), size)
             ids, ones = (torch.full((size,), value, device=self.device) for value in (0, 1))
             self.model(ids, ids, ones, self.cache.layers, ids[:1])
@@ -52,15 +53,19 @@ class Runner:
     def run(self, batch: Batch) -> list[Result]:
         tokens, positions, lengths = _columns(batch.chunks)
         drawn, scored = _selected(batch.chunks)
+        ends = list(dict.fromkeys(drawn))  # several samples draw from one token's logits
         size = bucket(len(tokens)) if self.is_bucketed else len(tokens)
         self.cache.begin(batch, size)
         filling = [0] * (size - len(tokens))
         ids, places, spans = torch.tensor(
             [tokens + filling, positions + filling, lengths + [1] * len(filling)], device=self.device
         )
-        select = torch.tensor(drawn + scored, dtype=torch.int64, device=self.device)
+        select = torch.tensor(ends + scored, dtype=torch.int64, device=self.device)
         logits = self.model(ids, places, spans, self.cache.layers, select)
-        return self._results(batch.chunks, logits[: len(drawn)], logits[len(drawn) :])
+        to_draw = logits[: len(ends)]
+        if len(ends) < len(drawn):
+            to_draw = to_draw[[ends.index(end) for end in drawn]]
+        return self._results(batch.chunks, to_draw, logits[len(ends) :])
 
     def _results(self, chunks: tuple[Chunk, ...], drawn: Tensor, scored: Tensor) -> list[Result]:
         draws = [draw for chunk in chunks for draw in chunk.draws]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from tpllama.engine.batch import Draw, Sampled
-from tpllama.engine.filters import is_filtered, refuse_nan, thresholds
+from tpllama.engine.filters import is_filtered, thresholds
 from tpllama.engine.logits import edited
 from tpllama.engine.logprobs import token_logprobs
 from tpllama.engine.noise import gumbel, key_words
-from tpllama.engine.request import TokenLogprobs
+from tpllama.engine.request import NO_NUMBERS, NO_TOKEN, TokenLogprobs
 from tpllama.parallel.collectives import Ranks
 
 # Beyond these, scaled logits would overflow or be no numbers; draws are greedy or uniform already.
@@ -42,8 +42,7 @@ class Sampler:
     def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
         """The token that each of `draws` chooses from its row of logits [n, own tokens]; the same on every rank.
 
-        The token is -1, without log-probabilities, where masks and bans leave none. Raises RuntimeError, on all
-        ranks alike, if a row's logits are no numbers.
+        Without log-probabilities, NO_TOKEN where masks and bans leave none, NO_NUMBERS for a row whose logits aren't.
         """
         if not draws:
             return []
@@ -74,13 +73,13 @@ class Sampler:
         return value, column
 
     def _winners(self, value: Tensor, column: Tensor) -> list[int]:
-        """The token id of each row's largest value over the ranks, the lowest id among equals, -1 if there is none."""
+        """The token id of each row's largest value over the ranks, the lowest id among equals."""
         # float64 holds every id exactly, so that one message carries both.
         offers = self.ranks.gather(torch.stack((value.double(), (column + self.start).double())))
         values, tokens = offers.unbind(1)
-        refuse_nan(values)
-        best, rank = values.max(dim=0, keepdim=True)
-        return tokens.gather(0, rank).masked_fill(best == -math.inf, -1)[0].long().tolist()
+        best, rank = values.max(dim=0, keepdim=True)  # NaN, if there is one
+        chosen = tokens.gather(0, rank).masked_fill(best == -math.inf, NO_TOKEN)
+        return chosen.masked_fill(~(best < math.inf), NO_NUMBERS)[0].long().tolist()
 
     def _unfiltered(self, scores: Tensor, draws: Sequence[Draw]) -> _Best:
         """With noise on every token."""
@@ -97,7 +96,8 @@ class Sampler:
         """With noise on the tokens that filters keep."""
         count, width = scores.shape
         scaled = _scaled(scores, draws)
-        is_kept = scaled >= thresholds(scaled, draws, self.ranks, self.vocab_size)[:, None]
+        lowest_kept = thresholds(scaled, draws, self.ranks, self.vocab_size)
+        is_kept = scaled >= lowest_kept[:, None]
         kept = is_kept.view(-1).nonzero()[:, 0]
         row, column = kept // width, kept % width
         first, second = key_words([draw.key for draw in draws], scores.device)
@@ -105,7 +105,7 @@ class Sampler:
         best = noisy.new_full((count,), -math.inf).scatter_reduce_(0, row, noisy, "amax")
         is_best = noisy == best[row]
         lowest = column.new_full((count,), width - 1).scatter_reduce_(0, row[is_best], column[is_best], "amin")
-        return best, lowest
+        return best.masked_fill(lowest_kept.isnan(), math.nan), lowest
 
 
 def _likeliest(scores: Tensor, _draws: Sequence[Draw]) -> _Best:

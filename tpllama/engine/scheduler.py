@@ -10,9 +10,9 @@ import bisect
 from collections.abc import Iterable, Iterator
 
 from tpllama.engine.batch import Batch, Chunk, Copy, Result
-from tpllama.engine.blocks import BlockPool, BlockTable, digests_of
+from tpllama.engine.blocks import BlockPool, BlockTable
 from tpllama.engine.chunks import next_chunk
-from tpllama.engine.policy import Policy
+from tpllama.engine.policy import Policy, next_count, order
 from tpllama.engine.request import Request
 
 
@@ -35,7 +35,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Has a request wait for its turn."""
-        bisect.insort(self.waiting, request, key=lambda each: each.order)
+        bisect.insort(self.waiting, request, key=order)
 
     def abort(self, request: Request) -> None:
         """Forgets a request, whatever its state, and takes its blocks back. Its siblings go on."""
@@ -51,6 +51,12 @@ class Scheduler:
             if request in parent.siblings:
                 parent.siblings.remove(request)
 
+    def clear(self) -> None:
+        """Forgets all requests and takes their blocks back."""
+        for request in (*self.waiting, *self.running):
+            self._release(request)
+        self.waiting, self.running = [], []
+
     def schedule(self) -> Batch:
         """The next step; without chunks when no request is left."""
         self._chunks, self._copies, self._to_host, self._from_host = {}, [], [], []
@@ -65,24 +71,33 @@ class Scheduler:
         return Batch(chunks, tuple(self._copies), tuple(self._to_host), tuple(self._from_host))
 
     def _give_way(self) -> None:
-        """Preempts a running request for a waiting one of higher priority that has no room otherwise."""
-        if not self.waiting or not self.running or self.running[-1].priority <= self.waiting[0].priority:
-            return
-        is_full = len(self.running) >= self.policy.max_batch_size
-        if is_full or self.pool.blocks_for(self.waiting[0].length) > self.pool.num_available:
+        """Preempts running requests for a waiting one of higher priority that has no room otherwise."""
+        while self.waiting and self.running and self.running[-1].priority > self.waiting[0].priority:
+            if len(self.running) < self.policy.max_batch_size and self._fits(self.waiting[0]):
+                return
             self._preempt(self.running[-1])
 
+    def _fits(self, request: Request, num_found: int = 0) -> bool:
+        """Whether a waiting request's tokens so far will fit beside those of the running ones.
+
+        num_found: blocks that it has already. Each of the others may need one soon; alone there is always room.
+        """
+        needed = self.pool.blocks_for(request.length) - num_found
+        return not self.running or needed <= self.pool.num_available - len(self.running)
+
     def _schedule_running(self) -> None:
-        """A token for each text first, so that none has to wait for others' prompts; then prompts."""
-        for request in sorted(self.running, key=lambda request: not request.is_prefilled):
-            if self._budget > 0 and request in self.running:
+        """A token for each text first, so that none has to wait for others' prompts; then prompts.
+
+        A prompt that may not be cut and had no room beside the texts comes first, if need be alone.
+        """
+        stuck = [request for request in self.running if not (self.policy.chunked_prefill or request.is_prefilled)]
+        for request in (*stuck, *sorted(self.running, key=lambda request: not request.is_prefilled)):
+            if self._budget > 0 and request in self.running and request not in self._chunks:
                 count = self._count(request)
                 if count and self._make_room(request, count):
                     self._compute(request, count)
 
     def _schedule_waiting(self) -> None:
-        if any(not request.is_prefilled and request not in self._chunks for request in self.running):
-            return  # whoever came first and still waits for its prompt's turn is not overtaken
         while self.waiting and len(self.running) < self.policy.max_batch_size and self._budget > 0:
             request = self.waiting[0]
             if not self._admit(request):
@@ -97,7 +112,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.policy.max_batch_size and self._admit(self.waiting[0]):
             pass
         prompts = [request for request in self.running if not request.new_ids]
-        texts = sorted(self.running, key=lambda request: (len(request.new_ids), request.order))
+        texts = sorted(self.running, key=lambda request: (request.priority, len(request.new_ids), order(request)))
         for request in (prompts or texts)[:1]:
             count = self._count(request)
             if self._make_room(request, count):
@@ -110,8 +125,7 @@ class Scheduler:
         if request.host_blocks:
             return self._swap_in(request)
         table = self._find(request)
-        free = self.pool.num_available - len(self.running)  # each of which may need a block soon
-        if self.running and self.pool.blocks_for(request.length) - len(table.blocks) > free:
+        if not self._fits(request, len(table.blocks)):
             self.pool.release(table)
             return False
         request.blocks = table
@@ -122,7 +136,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         self.waiting.remove(request)
-        bisect.insort(self.running, request, key=lambda each: each.order)
+        bisect.insort(self.running, request, key=order)
 
     def _find(self, request: Request) -> BlockTable:
         """What the cache has of a request's tokens already, but for the last one, which has to be computed."""
@@ -132,23 +146,12 @@ class Scheduler:
         return self.pool.find(self._digests(request, request.length - 1))
 
     def _digests(self, request: Request, stop: int) -> list[bytes]:
-        """The digests of the full blocks of a request's first `stop` tokens."""
-        size = self.pool.block_size
-        if len(request.digests) < stop // size:
-            seed = str(len(request.prompt_ids) if self.policy.has_length_rope else 0).encode()
-            request.digests = digests_of(request.tokens(0, stop), size, seed, request.digests)
-        return request.digests[: stop // size]
+        limit = self.policy.length_rope_limit
+        seed = 0 if limit is None else max(len(request.prompt_ids), limit)
+        return request.digests_of(stop, self.pool.block_size, str(seed).encode())
 
     def _count(self, request: Request) -> int:
-        """How many of a request's tokens the step may compute."""
-        policy, prompt = self.policy, len(request.prompt_ids)
-        due = request.length - request.computed
-        if policy.alone:
-            border = (request.computed // policy.max_batch_tokens + 1) * policy.max_batch_tokens
-            return min(border, prompt) - request.computed if request.computed < prompt else 1
-        if not policy.chunked_prefill and due > self._budget:
-            return 0 if self._chunks else due
-        return min(due, self._budget)
+        return next_count(self.policy, request, self._budget, is_first=not self._chunks)
 
     def _has_room(self, request: Request, count: int) -> bool:
         """Gives a request the blocks for its next `count` tokens, if there are so many."""
@@ -190,9 +193,8 @@ class Scheduler:
 
     def _swap_in(self, request: Request) -> bool:
         most = self.pool.blocks_for(request.max_length)
-        free = self.pool.num_available - len(self.running)
         # In one step blocks go one way only: what comes in may lie where another's go to.
-        if (self.running and len(request.host_blocks) > free) or self._to_host:
+        if self._to_host or not self._fits(request):
             return False
         if not self.pool.grow(request.blocks, len(request.host_blocks), most):
             return False
@@ -231,7 +233,7 @@ class Scheduler:
         sibling.computed = parent.computed
         sibling.digests = list(parent.digests)
         sibling.prompt_logprobs = list(parent.prompt_logprobs)
-        bisect.insort(self.running, sibling, key=lambda each: each.order)
+        bisect.insort(self.running, sibling, key=order)
 
     def _settle(self, request: Request) -> None:
         """Ends a request that is finished; one that is too many for a step has to wait."""

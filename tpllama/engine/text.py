@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from tpllama.engine.request import Output, Request
 from tpllama.engine.tokenizer import TextStream, Tokenizer
 
+_NO_NUMBERS = "the model's logits are no numbers: a weight is damaged (--strict names it) or overflows"
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -45,15 +47,21 @@ class Text:
         """Makes a piece of the newest token, and ends the request where its text holds a stop string."""
         request = self.request
         text, token = "", -1
+        may_stop = len(request.new_ids) >= request.params.min_tokens
         if len(request.new_ids) > self._taken:
             token = request.new_ids[-1]
-            text = self._stream.push(token, may_stop=len(request.new_ids) >= request.params.min_tokens)
+            text = self._stream.push(token, may_stop)
         self._taken = len(request.new_ids)
         if self._stream.is_stopped:
             request.finish_reason = "stop"
+        if request.has_failed:
+            self.pieces.append(RuntimeError(_NO_NUMBERS))
+            return
         output = None
         if request.finish_reason is not None:
-            text += self._stream.finish()
+            text += self._stream.finish(may_stop)
+            if self._stream.is_stopped:
+                request.finish_reason = "stop"
             output = self._output()
         self.pieces.append(Piece(request.index, request.sample, text, token, output))
 

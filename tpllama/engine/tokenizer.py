@@ -114,7 +114,7 @@ class TextStream:
         self.is_stopped = False
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """Adds a token; the text that is now certain. may_stop: stop strings count already."""
+        """Adds a token; the text that is now certain. may_stop: whether a stop string that ends here counts."""
         self._ids.append(token)
         now = self._tokenizer.decode(self._ids[self._prefix :])
         self._partial_tokens = self._partial_tokens + 1 if now.endswith(_REPLACEMENT) else 0
@@ -126,26 +126,26 @@ class TextStream:
             self._prefix = self._read
             now = self._tokenizer.decode(self._ids[self._prefix :])
         self._before, self._read = now, len(self._ids)
-        return self._release(new, self._stop if may_stop else ())
+        return self._release(new, may_stop)
 
-    def finish(self) -> str:
+    def finish(self, may_stop: bool = True) -> str:
         """The text that was still held back."""
         rest = self._tokenizer.decode(self._ids[self._prefix :])[len(self._before) :]
-        piece = self._release(rest, self._stop) if not self.is_stopped else ""
+        piece = self._release(rest, may_stop) if not self.is_stopped else ""
         if not self.is_stopped:
             piece += self._held
             self.text += self._held
         self._held = ""
         return piece
 
-    def _release(self, new: str, stops: tuple[str, ...]) -> str:
+    def _release(self, new: str, may_stop: bool) -> str:
         pending = self._held + new
-        found = [(at + len(stop), at) for stop in stops if (at := pending.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stop if may_stop and (at := pending.find(stop)) >= 0]
         if found:
             self.is_stopped = True
             piece, self._held = pending[: min(found)[1]], ""
         else:
-            held = max((_overlap(pending, stop) for stop in stops), default=0)
+            held = max((_overlap(pending, stop) for stop in self._stop), default=0)
             piece, self._held = pending[: len(pending) - held], pending[len(pending) - held :]
         self.text += piece
         return piece

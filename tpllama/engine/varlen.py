@@ -23,8 +23,11 @@ _PAGE_TOKENS = 256
 class VarlenAttention:
     """A `StepAttention` of one call for the whole step. is_alone: one order of sums, whatever the company."""
 
-    def __init__(self, chunks: tuple[Chunk, ...], block_size: int, device: torch.device, is_alone: bool) -> None:
+    def __init__(
+        self, chunks: tuple[Chunk, ...], block_size: int, scale: float, device: torch.device, is_alone: bool
+    ) -> None:
         self._block_size = block_size
+        self._scale = scale
         self._num_splits = 1 if is_alone else None
         counts = [len(chunk.tokens) for chunk in chunks]
         lengths = [chunk.stop for chunk in chunks]
@@ -52,7 +55,8 @@ class VarlenAttention:
         k, v = (store.parts()[0].unflatten(0, (-1, self._block_size)) for store in (keys, values))
         attended = varlen_attn(
             q[: self._tokens], k, v, self._starts, None, self._most_tokens, self._longest, window_size=(-1, 0),
-            enable_gqa=True, seqused_k=self._lengths, block_table=self._tables, num_splits=self._num_splits,
+            scale=self._scale, enable_gqa=True, seqused_k=self._lengths, block_table=self._tables,
+            num_splits=self._num_splits,
         )  # fmt: skip
         assert isinstance(attended, Tensor)  # as no sums are asked for
         out[: self._tokens] = attended

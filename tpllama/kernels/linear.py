@@ -119,6 +119,8 @@ def quantize_tokens(tokens: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor,
 
 def round_to_float8(x: Tensor, agree_max: AgreeMax | None, per_tensor: bool) -> Tensor:
     """x as it is after torchao's dynamic quantization to float8 (e4m3fn), with one scale per token or one for all."""
+    if x.numel() == 0:
+        return x
     tokens, limit = x.reshape(-1, x.shape[-1]), torch.finfo(torch.float8_e4m3fn).max
     low, high = token_range(tokens, agree_max)
     largest = torch.maximum(-low, high)
