@@ -1,12 +1,13 @@
 """One layer's attention over the paged cache on the CPU, tpllama's way against others, in one run, alternating.
 
-    .venv/bin/python bench/attention.py [--shapes llama-1b-tp2] [--parts cases runs shared causal] [--result-filename F]
+    .venv/bin/python bench/attention.py [--shapes llama-1b-tp2] [--parts cases shared prompts] [--result-filename F]
 
-Four parts: `cases` (decode, prefill, both mixed; all variants), `runs` (a sequence in k runs of blocks: joined by
-their logarithms of sums, or gathered), `shared` (decodes whose first 3/4 are the same blocks), `causal` (ways to do a
-chunk's own square). Each variant is first compared with float32. The figure is the median of the processor time of a
-call on one thread (what other processes take isn't in it), over so many layers in turn that they come from memory, not
-from the processor's cache; plan_us is what is prepared once per step. Writing keys and values is not timed.
+Three parts: `cases` (decode, prefill, both mixed; all variants), `shared` (decodes whose first 3/4 are the same
+blocks), `prompts` (a chunk's own square, so many queries in a call). Each variant is first compared with float32. The
+figure is the median of the processor time of a call on one thread (what other processes take isn't in it), over so many layers in
+turn that they come from memory, not from the processor's cache; plan_us is what is prepared once per step. Writing keys
+and values is not timed. The parts `runs` and `causal` in the results are of this file at the commit before tpllama was
+changed by them: runs joined by their sums, jagged tensors, and other ways to compute a square lost.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from datetime import date
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # so that the compile time of flex_attention is a cold one
 
@@ -30,13 +32,13 @@ import torch.nn.functional as F
 from load_memory import cpu_model, versions
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from tpllama.engine import attention
 from tpllama.engine.batch import Chunk
 from tpllama.engine.cache import PlainStore, ScaledStore, Store
+from tpllama.engine.memory import CacheShape
 
-PARTS = ("cases", "runs", "shared", "causal")
+PARTS = ("cases", "shared", "prompts")
 BLOCK, DTYPE, LAYERS_BYTES = 16, torch.bfloat16, 128 << 20
 LIMITS = {"int8": 0.08, "fp8": 0.3}  # the largest error that is still rounding, of values around 1; else 0.04
 Sequences = list[tuple[int, int]]  # tokens before the step, and in it
@@ -78,11 +80,11 @@ def slots(chunk: Chunk) -> Tensor:
     return torch.cat([torch.arange(first * BLOCK, (first + n) * BLOCK) for first, n in chunk.runs])[: chunk.stop]
 
 
-class ClonedSpans:
-    """A `Store` that copies what it gives: one pass over memory, then arithmetic on what is in the cache."""
+class InPlace(PlainStore):
+    """Is used where it lies, without a copy."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.span = lambda start, count: data[start : start + count].clone().transpose(0, 1).unsqueeze(0)
+    def read(self, start: int, size: int) -> Tensor:
+        return self.data[start : start + size].transpose(0, 1).unsqueeze(0)
 
 
 class Step:
@@ -107,14 +109,14 @@ class Step:
             out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
         return torch.cat(out)
 
-    def ours(self, chunks: tuple[Chunk, ...], most_runs: int = attention._MOST_RUNS, always_copy: bool = False,
-             read_once: bool = True, store: Callable[[Tensor], Any] = PlainStore) -> Attend:  # fmt: skip
-        planner = attention.Planner(BLOCK, self.shape.group, DTYPE, torch.device("cpu"), always_copy)
-        if not read_once:
-            planner._shared = lambda *_: iter(())  # type: ignore[method-assign]
-        attention._MOST_RUNS, before = most_runs, attention._MOST_RUNS
-        planned = planner.plan(chunks)
-        attention._MOST_RUNS = before
+    def ours(self, chunks: tuple[Chunk, ...], store: Callable[[Tensor], Any] = PlainStore, **constants: int) -> Attend:
+        """constants: other values for those of attention.py."""
+        cache_shape = CacheShape(1, self.shape.kv_heads, self.shape.dim, "bfloat16", BLOCK)
+        planner = attention.Planner(
+            cache_shape, self.shape.group, self.shape.dim**-0.5, DTYPE, torch.device("cpu"), False
+        )
+        with patch.multiple(attention, **constants):
+            planned = planner.plan(chunks)
         stores = cache(lambda layer: [store(x) for x in self.layers[layer]])
         return lambda layer: planned.attend(self.q, *stores(layer))
 
@@ -168,22 +170,6 @@ class Step:
 
         return attend
 
-    def ragged(self, chunks: tuple[Chunk, ...], varlen: bool = False, enable_gqa: bool = False) -> Attend:
-        """Decodes as jagged nested tensors (else than with enable_gqa, keys are repeated), or by varlen_attn."""
-        where, lengths = torch.cat([slots(chunk) for chunk in chunks]), [chunk.stop for chunk in chunks]
-        rows, columns = torch.arange(len(chunks) + 1), torch.tensor([0, *lengths]).cumsum(0)
-        repeats = 1 if enable_gqa or varlen else self.shape.group
-
-        def attend(layer: int) -> Tensor:
-            k, v = (x.index_select(0, where).repeat_interleave(repeats, 1) for x in self.layers[layer])
-            if varlen:
-                return varlen_attn(self.q, k, v, rows.int(), columns.int(), 1, max(lengths), enable_gqa=True)
-            pairs = ((self.q, rows), (k, columns), (v, columns))
-            nested = [torch.nested.nested_tensor_from_jagged(*pair).transpose(1, 2) for pair in pairs]
-            return F.scaled_dot_product_attention(*nested, enable_gqa=enable_gqa).transpose(1, 2).values()
-
-        return attend
-
     def measure(self, variants: dict[str, tuple[tuple[Chunk, ...], Callable[..., Attend]]], seconds: float) -> Found:
         """By variant: microseconds, the largest error, seconds of the first call where it compiles; or why it can't."""
         found: Found = {}
@@ -222,16 +208,16 @@ class Step:
 def scaled(x: Tensor, stored: torch.dtype) -> Store:
     scales = x.float().abs().amax(-1, keepdim=True) / (127 if stored == torch.int8 else 448)
     values = x.float() / scales
-    return ScaledStore((values.round() if stored == torch.int8 else values).to(stored), scales, DTYPE)
+    rounded = values.round() if stored == torch.int8 else values
+    return ScaledStore(rounded.to(stored), scales, 127 if stored == torch.int8 else 448, DTYPE)
 
 
 def cases(shape: Shape, sequences: Sequences, seconds: float) -> Found:
-    one, four, scattered = (place(sequences, pieces) for pieces in (1, 4, 1 << 10))
-    step = Step(shape, one, four, scattered)
+    one, scattered = place(sequences, 1), place(sequences, 1 << 10)
+    step = Step(shape, one, scattered)
     variants = {
-        "one run": (one, step.ours), "4 runs": (four, step.ours), "scattered": (scattered, step.ours),
-        "always copy": (one, partial(step.ours, always_copy=True)),
-        "one run, cloned": (one, partial(step.ours, store=ClonedSpans)),
+        "one run": (one, step.ours), "scattered": (scattered, step.ours),
+        "one run, in place": (one, partial(step.ours, store=InPlace)),
         "int8": (one, partial(step.ours, store=partial(scaled, stored=torch.int8))),
         "fp8": (one, partial(step.ours, store=partial(scaled, stored=torch.float8_e4m3fn))),
     }  # fmt: skip
@@ -241,88 +227,29 @@ def cases(shape: Shape, sequences: Sequences, seconds: float) -> Found:
             "slab, enable_gqa": (one, partial(step.padded, slab=True, enable_gqa=True)),
             "flex, paged": (scattered, step.flex),
         }  # fmt: skip
-    if all(count == 1 for _, count in sequences) and sum(start for start, _ in sequences) < 20000:  # jagged is slow
-        variants |= {
-            "jagged": (scattered, step.ragged), "varlen_attn": (one, partial(step.ragged, varlen=True)),
-            "jagged, enable_gqa": (scattered, partial(step.ragged, enable_gqa=True)),
-        }  # fmt: skip
     return step.measure(variants, seconds)
-
-
-def runs(shape: Shape, sequences: Sequences, seconds: float) -> Found:
-    layouts = {k: place(sequences, k) for k in (1, 2, 4, 8, 16, 32) if k <= sum(sequences[0]) // BLOCK}
-    step = Step(shape, *layouts.values())
-    ways = {"joined": step.ours, "cloned, joined": partial(step.ours, store=ClonedSpans)}
-    ways = {name: partial(way, most_runs=1 << 20) for name, way in ways.items()}
-    ways |= {"gathered": partial(step.ours, most_runs=0)}
-    return step.measure({f"{k} {name}": (layouts[k], way) for k in layouts for name, way in ways.items()}, seconds)
 
 
 def shared(shape: Shape, sequences: Sequences, seconds: float) -> Found:
-    same, own = place(sequences, 1, shared=0.75), place(sequences, 1)
-    step = Step(shape, own, same)
-    apart = partial(step.ours, read_once=False)
-    gathered = partial(step.ours, read_once=False, most_runs=0)
-    variants = {"read once": (same, step.ours), "read by each": (same, apart), "gathered by each": (same, gathered)}
-    clone = partial(step.ours, store=ClonedSpans)
-    variants |= {"read once, cloned": (same, clone), "none shared": (own, step.ours), "none, cloned": (own, clone)}
-    return step.measure(variants, seconds)
+    same = place(sequences, 1, shared=0.75)
+    step = Step(shape, same)
+    ways = {"together": 1, "by each": 1 << 40, "as it decides": attention._SHARED_TOKENS}
+    return step.measure({way: (same, partial(step.ours, _SHARED_TOKENS=n)) for way, n in ways.items()}, seconds)
 
 
-def causal(shape: Shape, length: int, seconds: float) -> Found:
-    """Ways to do a chunk's own square; each gives the logarithms of sums too, which joining needs."""
+def prompts(shape: Shape, length: int, seconds: float) -> Found:
     chunks = place([(0, length)], 1)
-    step, group = Step(shape, chunks), shape.group
-    q = step.q.view(length, shape.kv_heads, group, shape.dim).permute(2, 1, 0, 3)  # [group, kv_heads, length, dim]
-
-    def own(layer: int) -> list[Tensor]:
-        return [x[BLOCK : BLOCK + length].transpose(0, 1).unsqueeze(0) for x in step.layers[layer]]
-
-    def each_query_head(layer: int) -> Tensor:
-        out = torch.empty_like(step.q).view(length, shape.kv_heads, group, shape.dim)
-        for i in range(group):
-            out[:, :, i] = attention._flash(q[i : i + 1], *own(layer), is_causal=True)[0][0].transpose(0, 1)
-        return out.view_as(step.q)
-
-    def repeated(layer: int) -> Tensor:
-        k, v = (x.repeat_interleave(group, 1) for x in own(layer))
-        return attention._flash(step.q.transpose(0, 1).unsqueeze(0), k, v, is_causal=True)[0][0].transpose(0, 1)
-
-    def as_batch(layer: int) -> Tensor:
-        k, v = (x.expand(group, -1, -1, -1) for x in own(layer))
-        return attention._flash(q, k, v, is_causal=True)[0].permute(2, 1, 0, 3).reshape(step.q.shape)
-
-    def by_queries(size: int) -> Attend:
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        full = torch.zeros(hidden.shape, dtype=DTYPE).masked_fill_(hidden, -torch.inf)
-        starts = range(0, length, size)
-        masks = [full[start : start + size, : start + size].repeat_interleave(group, 0) for start in starts]
-        tokens_first = q.permute(1, 2, 0, 3).unsqueeze(0)
-
-        def attend(layer: int) -> Tensor:
-            (k, v), out = own(layer), torch.empty_like(step.q).view(length, shape.kv_heads, group, shape.dim)
-            for start, mask in zip(starts, masks, strict=True):
-                moved, stop = tokens_first[:, :, start : start + size], start + size
-                rows = attention._flash(moved.flatten(2, 3), k[:, :, :stop], v[:, :, :stop], attn_mask=mask)[0]
-                out[start:stop] = rows.view(moved.shape)[0].transpose(0, 1)
-            return out.view_as(step.q)
-
-        return attend
-
-    ways = {"call per query head": each_query_head, "repeated keys": repeated, "query heads as batch": as_batch}
-    ways |= {f"mask, by {size} queries": by_queries(size) for size in (64, 128, 256) if size < length}
-    variants: dict[str, Any] = {name: (chunks, lambda _, way=way: way) for name, way in ways.items()}
-    return step.measure({"mask on grouped rows": (chunks, step.ours)} | variants, seconds)
+    step = Step(shape, chunks)
+    sizes = [size for size in (32, 64, 128, 256) if size < length] + [length]
+    return step.measure({f"{n} queries a call": (chunks, partial(step.ours, _QUERIES=n)) for n in sizes}, seconds)
 
 
 def works(part: str) -> dict[str, tuple[Callable[[Shape, Any, float], Found], Any]]:
     decodes = {f"decode {n} x {size}": [(size - 1, 1)] * n for n in (1, 2, 4, 8, 32) for size in (128, 512, 1024, 4096)}
-    prefills = {f"prefill {n} after 2048": [(2048, n)] for n in (32, 512)}
     return {
         "cases": {name: (cases, sequences) for name, sequences in CASES.items()},
-        "runs": {name: (runs, each) for name, each in (decodes | prefills).items() if len(each) in (1, 8)},
         "shared": {name: (shared, each) for name, each in decodes.items() if len(each) > 1},
-        "causal": {f"square of {size}": (causal, size) for size in (2, 8, 32, 128, 256, 512, 768, 1024, 2048)},
+        "prompts": {f"square of {size}": (prompts, size) for size in (8, 64, 128, 512, 1024)},
     }[part]
 
 
