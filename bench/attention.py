@@ -4,9 +4,9 @@
 
 Three parts: `cases` (decode, prefill, both mixed; all variants), `shared` (decodes whose first 3/4 are the same
 blocks), `prompts` (a chunk's own square, so many queries in a call). Each variant is first compared with float32. The
-figure is the median of the processor time of a call on one thread (what other processes take isn't in it), over so many layers in
-turn that they come from memory, not from the processor's cache; plan_us is what is prepared once per step. Writing keys
-and values is not timed. The parts `runs` and `causal` in the results are of this file at the commit before tpllama was
+figure is the median of the processor time of a call on one thread (what other processes take isn't in it), over so many
+layers in turn that they come from memory, not from the processor's cache; plan_us is what is prepared once per step.
+Writing keys and values is not timed. The parts `runs` and `causal` in the results are of this file before tpllama was
 changed by them: runs joined by their sums, jagged tensors, and other ways to compute a square lost.
 """
 

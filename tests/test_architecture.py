@@ -27,6 +27,7 @@ NO_TORCH = (
 )
 NO_TORCH += ("parallel.place", "parallel.split", "parallel.launch", "checkpoint.open")
 NO_TORCH += ("engine.request", "engine.batch", "engine.blocks", "engine.chunks", "engine.scheduler", "engine.llm")
+NO_TORCH += ("engine.policy", "engine.text", "engine.turns", "engine.memory", "engine.executor", "engine.engine")
 
 
 def imports(path: Path, at_run_time_only: bool = False) -> Iterator[str]:

@@ -159,6 +159,30 @@ def test_a_request_that_can_never_fit_is_refused(make_checkpoint: MakeCheckpoint
         LLM(str(make_checkpoint()), dtype="float32", kv_cache_memory=7 * TOKEN_BYTES, block_size=4)
 
 
+@pytest.mark.parametrize(("tp", "stored"), [(1, "auto"), (2, "auto"), (2, "int8")])
+def test_the_cache_takes_what_the_plan_said(make_checkpoint: MakeCheckpoint, tp: int, stored: str) -> None:
+    options: dict[str, Any] = {"tp": tp, "kv_cache_memory": 300 * TOKEN_BYTES + 77, "kv_cache_dtype": stored}
+    with LLM(str(make_checkpoint()), dtype="float32", **options) as llm:
+        planned = llm.blueprint.report()["kv_cache_bytes_per_rank"]
+        runner: Any = llm._engine.executor
+        parts = [part for layer in getattr(runner, "_runner", runner).cache.layers for part in layer.parts()]
+        assert sum(part.numel() * part.element_size() for part in parts) == planned[0] == runner.cache_shape.num_bytes
+        assert all(each <= options["kv_cache_memory"] for each in planned)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_swapped_requests_come_back_on_ranks_of_any_size(make_checkpoint: MakeCheckpoint, tiny: LLM, tp: int) -> None:
+    """The tiny model's KV heads are 2 and 1 on two ranks."""
+    params = SamplingParams(max_new_tokens=30, temperature=1.0, seed=4, ignore_eos=True)
+    prompts = [[place, 5, 7, place] for place in range(8)]
+    expected = ids(tiny.generate(prompts, params))
+    options: dict[str, Any] = {"kv_cache_memory": 60 * TOKEN_BYTES, "swap_memory": 200 * TOKEN_BYTES, "block_size": 4}
+    with LLM(str(make_checkpoint()), tp=tp, dtype="float32", **options) as llm:
+        assert ids(llm.generate(prompts, params)) == expected
+        assert llm._engine.scheduler.num_preempted > 0
+        check_empty(llm)
+
+
 # Parameters.
 
 

@@ -64,13 +64,17 @@ class LLM:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int = 0,
     ) -> list[Output]:
-        """Completions of raw texts or token ids (no chat template), in order; `n` outputs in a row per prompt."""
+        """Completions of raw texts or token ids (no chat template), in order; `n` outputs in a row per prompt.
+
+        priority: among calls from several threads, the lower goes first.
+        """
         many = self._as_prompts(prompts)
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise UserError(f"found {len(each)} sampling parameters for {len(many)} prompts, expected one for each")
-        return self._collect(many, list(each))
+        return self._collect(many, list(each), priority)
 
     def chat(self, messages: list[Message] | list[list[Message]], params: SamplingParams | None = None) -> list[Output]:
         """The assistant's answer to one conversation, or one to each of several."""
@@ -78,16 +82,18 @@ class LLM:
         prompts = [self._preparation.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
         return self._collect(prompts, [params or SamplingParams()] * len(prompts))
 
-    def stream(self, prompt: PromptLike | list[Message], params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: PromptLike | list[Message], params: SamplingParams | None = None, priority: int = 0
+    ) -> Iterator[Piece]:
         """Pieces of the text after one prompt, or of the answer to one conversation, as they come."""
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         single = self._preparation.chat_prompt(prompt) if is_chat else self._as_prompts([prompt])[0]  # type: ignore[arg-type]
-        return self.pieces([single], [params or SamplingParams()])
+        return self.pieces([single], [params or SamplingParams()], priority)
 
-    def pieces(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[Piece]:
+    def pieces(self, prompts: list[Prompt], params: list[SamplingParams], priority: int = 0) -> Iterator[Piece]:
         """Pieces of all texts as they come, from one batch."""
         with self._preparation.blaming_ranks():
-            yield from self._open_engine().generate(prompts, params)
+            yield from self._open_engine().generate(prompts, params, priority)
 
     def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Logits of whole sequences of equal length, float32 [batch, seq, vocab]; one sequence is a batch of one."""
@@ -130,8 +136,8 @@ class LLM:
         many = [prompts] if is_one else prompts
         return [self._preparation.prompt(prompt) for prompt in many]  # type: ignore[arg-type]
 
-    def _collect(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Output]:
-        outputs = [piece.output for piece in self.pieces(prompts, params) if piece.output]
+    def _collect(self, prompts: list[Prompt], params: list[SamplingParams], priority: int = 0) -> list[Output]:
+        outputs = [piece.output for piece in self.pieces(prompts, params, priority) if piece.output]
         return sorted(outputs, key=lambda output: (output.index, output.sample))
 
 
