@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import date
 from functools import cache, partial
 from pathlib import Path
@@ -115,7 +116,7 @@ class Step:
         planner = attention.Planner(
             cache_shape, self.shape.group, self.shape.dim**-0.5, DTYPE, torch.device("cpu"), False
         )
-        with patch.multiple(attention, **constants):
+        with patch.multiple(attention, **constants) if constants else nullcontext():
             planned = planner.plan(chunks)
         stores = cache(lambda layer: [store(x) for x in self.layers[layer]])
         return lambda layer: planned.attend(self.q, *stores(layer))
