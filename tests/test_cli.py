@@ -37,6 +37,29 @@ def assert_refused(run: Run, *arguments: str | Path, words: tuple[str, ...], cod
         assert word in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-cache-memory", "lots"], ["--kv-cache-memory", "found size 'lots'", "512MiB"]),
+        (["--kv-cache-memory", "1KiB"], ["1024 bytes", "two blocks"]),
+        (["--kv-cache-memory", "1e9GiB"], ["free for each rank", "--kv-cache-memory"]),
+        (["--swap-memory", "900TiB"], ["--swap-memory", "found size"]),
+        (["--block-size", "0"], ["found block_size 0"]),
+        (["--max-batch-tokens", "4"], ["max_batch_tokens 4", "--max-batch-size"]),
+        (["--json-schema", "@/nope"], ["--json-schema", "/nope", "unreadable"]),
+        (["--json-schema", "{"], ["json_schema"]),
+        (["--regex", "(a"], ["regex", "unclosed"]),
+        (["--n", "1000000"], ["found n 1000000"]),
+    ],
+)
+def test_what_the_engine_cannot_do_is_said_in_a_line(tpllama: Run, flags: list[str], words: list[str]) -> None:
+    result = tpllama("generate", FRANCE, *flags)
+    assert (result.returncode, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert line.startswith("tpllama: error: found ")
+    assert all(word in line for word in words), line
+
+
 def test_an_answer_streams_to_stdout_and_a_summary_to_stderr(tpllama: Run) -> None:
     result = tpllama("generate", FRANCE, "--tp", "2", "--torchao-config", "int8wo")
     assert result.returncode == 0, result.stderr

@@ -181,7 +181,9 @@ def _size(text: str) -> int:
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise UserError(f"found size {text!r}, expected bytes or a number with KiB, MiB, GiB, as in 512MiB") from None
+        raise argparse.ArgumentTypeError(
+            f"found size {text[:40]!r}, expected bytes or a number with KiB, MiB, GiB, as in 512MiB"
+        ) from None
 
 
 def _text_or_file(text: str) -> str:
@@ -190,7 +192,7 @@ def _text_or_file(text: str) -> str:
     try:
         return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"found {text[1:]} unreadable ({error}), expected a text file, check it") from None
+        raise argparse.ArgumentTypeError(f"found {text[1:]} unreadable ({error}), expected a text file") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:

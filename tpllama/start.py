@@ -85,7 +85,7 @@ def _agree_on_cache(
             f"found {swap_bytes} bytes asked for swapped-out requests, expected at most the {free_host} that are free "
             f"for each rank, lower swap_memory"
         )
-    free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else free_host
+    free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else free_host - swap_bytes
     needed = engine.max_batch_size * metadata.context_length
     blocks = fitting_blocks(shape, engine.kv_cache_memory, needed, free_bytes, device.type)
     most = torch.tensor([blocks, swap_bytes // shape.bytes_per_block], device=device)

@@ -49,8 +49,8 @@ class MockExecutor:
         self.steps += 1
         size = self.cache_shape.block_size
         for to, source, blocks in (
-            (self.host, self.cache, batch.to_host), (self.cache, self.host, batch.from_host),
-            (self.cache, self.cache, batch.copies),
+            (self.host, self.cache, batch.to_host), (self.cache, self.cache, batch.copies),
+            (self.cache, self.host, batch.from_host),
         ):  # fmt: skip
             for from_block, to_block in blocks:
                 to[to_block * size : (to_block + 1) * size] = source[from_block * size : (from_block + 1) * size]

@@ -196,7 +196,8 @@ def test_blocks_move_between_device_and_host_and_are_copied(stored: str) -> None
     for layer in cache.layers:
         layer.keys.write(torch.tensor([2, 3]), x * 0)
         layer.values.write(torch.tensor([2, 3]), x * 0)
-    cache.begin(Batch((chunk,), from_host=((2, 0),), copies=((0, 1),)), 1)
+    cache.begin(Batch((chunk,), from_host=((2, 0),)), 1)
+    cache.begin(Batch((chunk,), copies=((0, 1),)), 1)
     for start in (0, 2):
         after = [store.read(start, 2) for layer in cache.layers for store in (layer.keys, layer.values)]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

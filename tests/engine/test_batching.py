@@ -329,3 +329,9 @@ def test_batch_invariant_texts_survive_preemption_bit_for_bit(make_checkpoint: M
         together = llm.generate(prompts, params)
         assert llm._engine.scheduler.num_preempted > 0
     assert [(each.token_ids, each.logprobs) for each in together] == [(each.token_ids, each.logprobs) for each in alone]
+
+
+def test_a_pattern_that_is_no_text_is_the_users_error(smollm2: LLM) -> None:
+    """As of an argument that was no UTF-8."""
+    with pytest.raises(UserError):
+        smollm2.generate("x", SamplingParams(max_new_tokens=1, regex="\udcff"))

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tpllama.config import UserError
 from tpllama.engine.batch import Batch, Draw, Result, Sampled
 from tpllama.engine.engine import Engine, Limits
 from tpllama.engine.grammar import Grammars
@@ -216,3 +217,20 @@ def test_a_prompt_that_may_not_be_cut_neither_waits_for_ever_nor_blocks_others()
     assert executor.steps <= before + 3
     assert len(list(ask(engine, 4, 2))) == 2
     assert executor.steps <= before + 6
+
+
+@pytest.mark.parametrize("params", [{"logit_bias": {5: 10**400}}, {"presence_penalty": 10**400}, {"regex": 5}])
+def test_parameters_that_are_no_such_numbers_or_texts_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        SamplingParams(**params)
+
+
+def test_a_closed_engine_ends_its_readers() -> None:
+    engine = make_engine()
+    reader, late = ask(engine, 1, 100), ask(engine, 2)
+    next(reader)
+    engine.close()
+    for each in (reader, late):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            list(each)
+    check_empty(engine)

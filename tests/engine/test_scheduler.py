@@ -90,7 +90,7 @@ PARAMS = st.builds(
     SamplingParams,
     max_new_tokens=st.integers(1, 12),
     seed=st.integers(0, 3),
-    n=st.sampled_from([1, 1, 1, 2, 3]),
+    n=st.sampled_from([1, 1, 1, 2, 6]),
     repetition_penalty=st.sampled_from([1.0, 1.2]),
     frequency_penalty=st.sampled_from([0.0, 0.5]),
     stop_token_ids=st.sampled_from([(), (3, 4, 5)]),
@@ -199,6 +199,26 @@ def test_small_caches_do_preempt_and_swap() -> None:
         prompts = sum(len(request.prompt_ids) for request in requests)
         # Swapped requests come back without being computed again.
         assert (world.executor.computed == prompts + 4 * 11) == bool(host_blocks)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "prompt", "urgent_prompt", "samples", "num_blocks"), [(3, 17, 14, 6, 13), (4, 21, 9, 7, 11)]
+)
+def test_a_sample_that_is_swapped_out_in_the_step_of_its_copy_keeps_what_it_had(
+    block_size: int, prompt: int, urgent_prompt: int, samples: int, num_blocks: int
+) -> None:
+    """Its own copy of the shared last block is not made before the next step: the host must not get an empty one."""
+    policy = Policy(max_batch_size=8, max_batch_tokens=12, prefix_caching=False, host_blocks=60)
+    world = World(num_blocks, block_size, policy)
+    params = SamplingParams(max_new_tokens=5, seed=0, n=samples)
+    slow = make_request([1] * prompt, params, 0, priority=1)
+    several = [slow, *slow.siblings]
+    world.scheduler.add(slow)
+    world.step()
+    world.scheduler.add(make_request([2] * urgent_prompt, SamplingParams(max_new_tokens=2, seed=0), 1, priority=0))
+    world.finish()
+    expected = alone(make_request([1] * prompt, params), block_size, policy)
+    assert [outcome(sample) for sample in several] == expected
 
 
 def test_a_shared_prefix_is_computed_once() -> None:

@@ -74,7 +74,8 @@ class Chunk(NamedTuple):
 class Batch(NamedTuple):
     """Chunks, whose tokens follow each other in this order, after blocks were moved.
 
-    First `to_host`, then `from_host` (blocks between the device's cache and the host's), then `copies`.
+    First `to_host`, then `copies`, then `from_host` (the first and the last between the device's cache and the host's):
+    so each reads what was there before the step.
     """
 
     chunks: tuple[Chunk, ...] = ()

@@ -157,8 +157,8 @@ class PagedCache:
         """Moves blocks as `batch` says, and prepares the step that computes it, filled up to `size` tokens."""
         for cache, source, blocks in (
             (self._host, self.layers, batch.to_host),
-            (self.layers, self._host, batch.from_host),
             (self.layers, self.layers, batch.copies),
+            (self.layers, self._host, batch.from_host),
         ):
             if blocks:
                 self._move(cache, source, list(blocks))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_CLOSED = "this LLM is closed"
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a request must fit in."""
@@ -53,6 +56,7 @@ class Engine:
         self._submitted: deque[Text] = deque()
         self._dropped: deque[Text] = deque()
         self._turns = Turns(self._take_in)
+        self._is_closed = False
 
     def step(self) -> bool:
         """Computes the next batch and hands on what it drew; False when nothing is left to do."""
@@ -102,6 +106,8 @@ class Engine:
     def _advance(self, pieces: deque[Piece | Exception]) -> None:
         """Waits until there are new pieces, and runs steps for all while nobody else does."""
         while not pieces:
+            if self._is_closed:
+                raise RuntimeError(_CLOSED)
             with self._turns.take(unless=lambda: bool(pieces)) as is_mine:
                 if is_mine:
                     self._step_or_fail()
@@ -131,6 +137,8 @@ class Engine:
             request = self._dropped.popleft().request
             if self._texts.pop(request, None):
                 self.scheduler.abort(request)
+        if self._is_closed:
+            self._fail(RuntimeError(_CLOSED))
 
     def _fail(self, error: Exception) -> None:
         self.scheduler.clear()
@@ -138,6 +146,11 @@ class Engine:
         self._texts.clear()
         for pieces in readers.values():
             pieces.append(error)
+
+    def close(self) -> None:
+        """Ends all texts, after the step that may be running; no other is run any more."""
+        self._is_closed = True
+        self._turns.settle()
 
     def logits(self, tokens: list[list[int]]) -> Tensor:
         """Logits of whole sequences of equal length (see `ModelExecutor.logits`)."""

@@ -116,6 +116,7 @@ class LLM:
     def close(self) -> None:
         """Ends the ranks and gives back memory; further calls do nothing."""
         if self._engine is not None:
+            self._engine.close()
             self._engine = None  # type: ignore[assignment]
             self._preparation.close()
 
@@ -123,6 +124,8 @@ class LLM:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None  # type: ignore[assignment]
         self._preparation.__exit__(*error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -57,8 +57,11 @@ class SamplingParams:
         return not (self.json_schema is None and self.regex is None and self.grammar is None)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, str | Iterable | None):
+                raise UserError(f"found {name} {value!r}, expected a list, correct it")
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         for name in ("max_new_tokens", "top_k", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs"):
             value, is_optional = getattr(self, name), name in ("seed", "logprobs", "prompt_logprobs")
             if isinstance(value, bool) or not (isinstance(value, int) or (value is None and is_optional)):
@@ -66,13 +69,17 @@ class SamplingParams:
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UserError(f"found {name} {value!r}, expected a number")
+            if not _is_number(value):
+                raise UserError(f"found {name} {str(value)[:40]}, expected a number")
         if not _is_bias(self.logit_bias):
-            raise UserError(f"found logit_bias {self.logit_bias!r}, expected finite numbers by token id")
+            raise UserError(f"found logit_bias {str(self.logit_bias)[:40]}, expected finite numbers by token id")
         for name, fits, expected in self._limits():
             if not fits:
                 raise UserError(f"found {name} {getattr(self, name)!r}, expected {expected}")
+        for name, kinds in (("json_schema", (str, Mapping)), ("regex", str), ("grammar", str)):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, kinds)) or (isinstance(value, str) and not _is_text(value)):
+                raise UserError(f"found {name} {value!r:.40}, expected text, correct it")
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"found {' and '.join(given)}, expected at most one of them, drop the others")
@@ -90,16 +97,32 @@ class SamplingParams:
         yield "stop", all(isinstance(each, str) and each for each in self.stop), "strings, none of them empty"
         yield "stop_token_ids", all(isinstance(token, int) for token in self.stop_token_ids), "token ids"
         yield "min_tokens", 0 <= self.min_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"
-        yield "n", self.n >= 1, "at least 1"
+        yield "n", 1 <= self.n <= 4096, "from 1 to 4096"
         yield "logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, counts
         yield "prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100, counts
 
 
 def _is_bias(bias: Any) -> bool:
     return isinstance(bias, Mapping) and all(
-        type(token) is int and isinstance(amount, int | float) and math.isfinite(amount)
-        for token, amount in bias.items()
+        type(token) is int and _is_number(amount) and math.isfinite(amount) for token, amount in bias.items()
     )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and float(value) is not None
+    except OverflowError:
+        return False
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has an encoding: arguments that were no UTF-8 have none."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -182,10 +182,13 @@ class Scheduler:
         self.running.remove(request)
         if (chunk := self._chunks.pop(request, None)) is not None:
             self._budget += len(chunk.tokens)
-            self._copies = [copy for copy in self._copies if copy[1] not in request.blocks.blocks]
+        # Copies that aren't made yet, and won't be: what an own block was to hold lies in the shared one still.
+        unmade = {to: shared for shared, to in self._copies if to in request.blocks.blocks}
+        self._copies = [copy for copy in self._copies if copy[1] not in unmade]
         if request.computed and len(self._host_free) >= len(request.blocks.blocks) and not self._from_host:
             request.host_blocks = [self._host_free.pop() for _ in request.blocks.blocks]
-            self._to_host += zip(request.blocks.blocks, request.host_blocks, strict=True)
+            held = [unmade.get(block, block) for block in request.blocks.blocks]
+            self._to_host += zip(held, request.host_blocks, strict=True)
             request.blocks = self.pool.release(request.blocks)
         else:
             self._release(request)
