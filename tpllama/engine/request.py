@@ -47,7 +47,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    json_schema: Mapping[str, Any] | str | None = None
+    json_schema: Mapping[str, Any] | str | bool | None = None
     regex: str | None = None
     grammar: str | None = None
 
@@ -76,10 +76,10 @@ class SamplingParams:
         for name, fits, expected in self._limits():
             if not fits:
                 raise UserError(f"found {name} {getattr(self, name)!r}, expected {expected}")
-        for name, kinds in (("json_schema", (str, Mapping)), ("regex", str), ("grammar", str)):
+        for name, kinds in (("json_schema", (str, Mapping, bool)), ("regex", str), ("grammar", str)):
             value = getattr(self, name)
             if not (value is None or isinstance(value, kinds)) or (isinstance(value, str) and not _is_text(value)):
-                raise UserError(f"found {name} {value!r:.40}, expected text, correct it")
+                raise UserError(f"found {name} {str(value)[:40]!a}, expected text, correct it")
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UserError(f"found {' and '.join(given)}, expected at most one of them, drop the others")
