@@ -73,7 +73,7 @@ class Preparation:
             if degree > 1:
                 check_free()
             self.blueprint = draw_blueprint(self.config, self.checkpoint)
-            _ = self.blueprint.longest_request  # a cache too small is said before it costs anything
+            self._longest_request = self.blueprint.longest_request
             self.tokenizer = Tokenizer(self.checkpoint.tokenizer() if self.place.rank == 0 else None)
             self._eos = self._eos_token_ids()
             self.grammars = Grammars(self.tokenizer, self.blueprint.config.vocab_size, self._eos)
@@ -99,7 +99,7 @@ class Preparation:
     def _checked(self, prompt: Prompt) -> Prompt:
         from tpllama.engine.engine import check_prompt
 
-        check_prompt(prompt.token_ids, self.blueprint.longest_request, self.blueprint.config.vocab_size)
+        check_prompt(prompt.token_ids, self._longest_request, self.blueprint.config.vocab_size)
         return prompt
 
     def load(self) -> Engine:

@@ -59,8 +59,8 @@ class BlockReader:
 
         Whether values are numbers is checked, but for those parts: together they are (see `check`).
         """
-        self._bound_memory()
         if name in self._parts:
+            self._bound_memory()
             return self._checkpoint.read(name, index).to(self._device, copy=True)
         rows, *columns = index
         shape = [part.stop - part.start for part in index]

@@ -75,26 +75,25 @@ def test_without_groups_what_the_system_has_is_free(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path / "nowhere") is None
 
 
-def test_the_tightest_group_above_the_process_counts_and_pages_of_files_are_free(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/job.slice/step"
-    files = {
-        "proc/self/cgroup": "0::/job.slice/step\n",
-        f"{group}/memory.max": "max\n",
-        f"{group}/memory.current": "5\n",
-        f"{group}/memory.stat": "anon 5\n",
-        "sys/fs/cgroup/job.slice/memory.max": "1000000\n",
-        "sys/fs/cgroup/job.slice/memory.current": "900000\n",
-        "sys/fs/cgroup/job.slice/memory.stat": "anon 100000\nactive_file 500000\ninactive_file 300000\n",
-    }
-    assert free_host_bytes(write(tmp_path, MEMINFO | files)) == 900_000
+NESTED_GROUPS = {
+    "proc/self/cgroup": "0::/job.slice/step\n",
+    "sys/fs/cgroup/job.slice/step/memory.max": "max\n",
+    "sys/fs/cgroup/job.slice/step/memory.current": "5\n",
+    "sys/fs/cgroup/job.slice/step/memory.stat": "anon 5\n",
+    "sys/fs/cgroup/job.slice/memory.max": "1000000\n",
+    "sys/fs/cgroup/job.slice/memory.current": "900000\n",
+    "sys/fs/cgroup/job.slice/memory.stat": "anon 100000\nactive_file 500000\ninactive_file 300000\n",
+}
+GROUPS_OF_THE_OLDER_KIND = {
+    "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/job\n0::/\n",
+    "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "2000000\n",
+    "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "1500000\n",
+    "sys/fs/cgroup/memory/job/memory.stat": "total_active_file 100000\ntotal_inactive_file 0\n",
+}
 
 
-def test_groups_of_the_older_kind(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/memory/job"
-    files = {
-        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/job\n0::/\n",
-        f"{group}/memory.limit_in_bytes": "2000000\n",
-        f"{group}/memory.usage_in_bytes": "1500000\n",
-        f"{group}/memory.stat": "total_active_file 100000\ntotal_inactive_file 0\n",
-    }
-    assert free_host_bytes(write(tmp_path, MEMINFO | files)) == 600_000
+@pytest.mark.parametrize(("files", "free"), [(NESTED_GROUPS, 900_000), (GROUPS_OF_THE_OLDER_KIND, 600_000)])
+def test_the_tightest_group_above_the_process_counts_and_pages_of_files_are_free(
+    tmp_path: Path, files: dict[str, str], free: int
+) -> None:
+    assert free_host_bytes(write(tmp_path, MEMINFO | files)) == free

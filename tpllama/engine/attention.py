@@ -92,7 +92,8 @@ class SequencesAttention:
         tokens, heads, head_dim = q.shape
         kv_heads = heads // self._queries_per_kv
         grouped = q.view(tokens, kv_heads, self._queries_per_kv, head_dim)
-        rows = grouped.split(1)  # [1, kv_heads, queries_per_kv, head_dim]: a token's query heads as queries
+        # [1, kv_heads, queries_per_kv, head_dim] each: a token's query heads as queries.
+        rows = grouped.split(1) if self._texts else ()
         attended = [
             _attend(rows[row], place.read(keys), place.read(values), self._scale)[0] for row, place in self._texts
         ]

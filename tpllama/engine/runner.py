@@ -53,18 +53,18 @@ class Runner:
     def run(self, batch: Batch) -> list[Result]:
         tokens, positions, lengths = _columns(batch.chunks)
         drawn, scored = _selected(batch.chunks)
-        ends = list(dict.fromkeys(drawn))  # several samples draw from one token's logits
+        ends = {end: row for row, end in enumerate(dict.fromkeys(drawn))}  # samples draw from one token's logits
         size = bucket(len(tokens)) if self.is_bucketed else len(tokens)
         self.cache.begin(batch, size)
         filling = [0] * (size - len(tokens))
         ids, places, spans = torch.tensor(
             [tokens + filling, positions + filling, lengths + [1] * len(filling)], device=self.device
         )
-        select = torch.tensor(ends + scored, dtype=torch.int64, device=self.device)
+        select = torch.tensor([*ends, *scored], dtype=torch.int64, device=self.device)
         logits = self.model(ids, places, spans, self.cache.layers, select)
         to_draw = logits[: len(ends)]
         if len(ends) < len(drawn):
-            to_draw = to_draw[[ends.index(end) for end in drawn]]
+            to_draw = to_draw[[ends[end] for end in drawn]]
         return self._results(batch.chunks, to_draw, logits[len(ends) :])
 
     def _results(self, chunks: tuple[Chunk, ...], drawn: Tensor, scored: Tensor) -> list[Result]:
