@@ -30,7 +30,7 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # so that the compile ti
 
 import torch
 import torch.nn.functional as F
-from load_memory import cpu_model, versions
+from record import cpu_model, versions
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 

@@ -27,7 +27,7 @@ from pydoc_data.topics import topics
 from statistics import fmean
 from typing import Any
 
-from load_memory import append, cpu_model, versions
+from record import append, cpu_model, versions
 
 from tpllama import LLM, SamplingParams
 from tpllama.config import UserError

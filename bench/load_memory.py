@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -26,24 +25,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from record import append, cpu_model, versions
+from shapes import SHAPES, write_checkpoint
+
 FIXED_BYTES = 150_000_000
 SAMPLE_EVERY_S = 0.002
-SHAPES: dict[str, dict[str, Any]] = {
-    # Llama-3.2-1B.
-    "1b": {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
-    },
-    # A quarter of a billion weights, most of them in the layers.
-    "small": {
-        "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 14,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 
 
 @dataclass
@@ -106,30 +95,6 @@ def main() -> None:
                 record(Path(arguments.result_filename), arguments, tp, ranks)
     if missed:
         sys.exit("a rank's peak is past its bound")
-
-
-def write_checkpoint(folder: Path, fields: dict[str, Any]) -> None:
-    """A checkpoint in Hugging Face form, one shard for each layer, written without ever holding more than one."""
-    import torch
-    from safetensors.torch import save_file
-
-    from tpllama.blueprint import meta_model
-    from tpllama.llama_config import LlamaConfig
-
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
-    tile = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    shards: dict[str, dict[str, Any]] = {}
-    for name, parameter in meta_model(LlamaConfig.from_hf(fields)).named_parameters():
-        layer = name.split(".")[2] if name.startswith("model.layers.") else name
-        shards.setdefault(f"model-{layer}.safetensors", {})[name] = parameter.shape
-    for shard, shapes in shards.items():
-        tensors = {}
-        for name, shape in shapes.items():
-            count = math.prod(shape)
-            tensors[name] = tile.repeat(-(-count // tile.numel()))[:count].view(shape).clone()
-        save_file(tensors, folder / shard, {"format": "pt"})
-    weight_map = {name: shard for shard, shapes in shards.items() for name in shapes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def measure(engine: dict[str, Any]) -> list[Measured]:
@@ -307,21 +272,6 @@ def facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "date": date.today().isoformat(), "shape": arguments.shape, "torchao_config": arguments.torchao_config,
         "quantize_lm_head": arguments.quantize_lm_head, "cpu": cpu_model(), "versions": versions(),
     }  # fmt: skip
-
-
-def append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "torchao", "safetensors")}
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
 
 
 if __name__ == "__main__":

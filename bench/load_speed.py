@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import load_memory
-from load_memory import SHAPES, cpu_model, lines, say, tell, write_checkpoint
+from load_memory import lines, say, tell
+from record import cpu_model, versions
+from shapes import SHAPES, write_checkpoint
 
 # Rows and columns as the plan splits them: of these modules the columns, of all others the rows.
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -65,7 +67,7 @@ def main() -> None:
         record = {
             "bench": "load_speed", "date": date.today().isoformat(), "shape": arguments.shape, "tp": arguments.tp,
             "torchao_config": arguments.torchao_config, "saved": arguments.saved, "seconds": seconds, "against": bare,
-            "ratio": round(ratio, 3), "cpu": cpu_model(), "versions": load_memory.versions(),
+            "ratio": round(ratio, 3), "cpu": cpu_model(), "versions": versions(),
         }  # fmt: skip
         with Path(arguments.result_filename).open("a") as file:
             file.write(json.dumps(record) + "\n")

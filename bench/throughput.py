@@ -22,28 +22,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from load_memory import SHAPES, append, cpu_model, versions
+from command import open_model, parser_for, run
+from record import append, surroundings
 
 from tpllama import LLM, SamplingParams
-from tpllama.cli import _add_cache, _add_common
-from tpllama.config import EngineConfig, UserError
-from tpllama.quiet import quiet_libraries
+from tpllama.config import UserError
 
 if TYPE_CHECKING:
+    from tpllama.cli import Parser
     from tpllama.engine.batch import Batch, Result
     from tpllama.engine.engine import Engine
     from tpllama.engine.request import Output
@@ -201,37 +197,14 @@ class Measured:
         return f"{self.concurrency:>11}  {caching:>7}  {''.join(cells)}{share}"
 
 
-def main() -> None:
-    arguments = parse()
-    if not arguments.debug:
-        quiet_libraries()
-    try:
-        check(arguments)
-        with ExitStack() as stack:
-            measure_all(arguments, stack)
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"throughput: error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", default="smollm2", metavar="M")
-    model.add_argument("--shape", choices=SHAPES, help="a config of this shape, with random weights")
-    _add_common(parser)
-    _add_cache(parser)
+def parser() -> Parser:
+    parser = parser_for("throughput", __doc__)
     parser.add_argument("--num-prompts", type=int, default=64, metavar="N")
     parser.add_argument("--input-len", type=int, default=128, metavar="I", help="beside a shared prefix")
     parser.add_argument("--output-len", type=int, default=64, metavar="O")
     parser.add_argument("--concurrency", type=int, nargs="+", metavar="C", help="default: as many as may be")
     parser.add_argument("--shared-prefix", type=int, default=0, metavar="N")
-    parser.add_argument("--run-name")
-    parser.add_argument("--result-filename", metavar="F", help="JSON lines are appended to it")
-    return parser.parse_args()
+    return parser
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -250,25 +223,23 @@ def check(arguments: argparse.Namespace) -> None:
         raise UserError("found --shared-prefix without prefix caching, expected to measure both ways, drop the flag")
 
 
-def measure_all(arguments: argparse.Namespace, stack: ExitStack) -> None:
-    if arguments.shape:
-        arguments.model = stack.enter_context(tempfile.TemporaryDirectory())
-        arguments.load_format = "dummy"
-        fields = {"model_type": "llama", "max_position_embeddings": 8192, **SHAPES[arguments.shape]}
-        (Path(arguments.model) / "config.json").write_text(json.dumps(fields))
-    names = {each.name for each in dataclasses.fields(EngineConfig)}
-    options = {name: value for name, value in vars(arguments).items() if name in names}
-    llm = stack.enter_context(LLM(debug=arguments.debug, **options))  # under torchrun the others go no further
+def measure_all(arguments: argparse.Namespace) -> None:
+    check(arguments)
+    with ExitStack() as stack:
+        measure_with(open_model(arguments, stack), arguments)
+
+
+def measure_with(llm: LLM, arguments: argparse.Namespace) -> None:
     log = StepLog(llm._engine)
     facts = describe(arguments, llm)
     print(HEADER)
-    for run, concurrency in enumerate(arguments.concurrency):
+    for number, concurrency in enumerate(arguments.concurrency):
         ways = (False, True) if arguments.shared_prefix else (llm._engine.scheduler.policy.prefix_caching,)
         results = []
         for prefix_caching in ways:
             with policy(llm._engine, concurrency, prefix_caching):
                 warm_up(llm, arguments, concurrency)
-                prompts = random_prompts(arguments, facts["vocab_size"], f"{arguments.seed} {run}")
+                prompts = random_prompts(arguments, facts["vocab_size"], f"{arguments.seed} {number}")
                 results.append(measure(llm, log, prompts, arguments.output_len, concurrency, prefix_caching))
             print(results[-1].row(), flush=True)
         same = compare(results) if len(results) > 1 else {}
@@ -342,12 +313,11 @@ def describe(arguments: argparse.Namespace, llm: LLM) -> dict[str, Any]:
             "input_len", "output_len", "shared_prefix", "seed")  # fmt: skip
     engine = llm.blueprint.engine
     return {
-        "date": date.today().isoformat(), "model": arguments.shape or arguments.model, "tp": engine.tp,
+        **surroundings(), "model": arguments.shape or arguments.model, "tp": engine.tp,
         "device": resolve_device(engine.device).type, **{name: getattr(arguments, name) for name in same},
-        "vocab_size": llm.blueprint.config.vocab_size, "load_seconds": round(llm.load_seconds, 3), "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)), "versions": versions(),
+        "vocab_size": llm.blueprint.config.vocab_size, "load_seconds": round(llm.load_seconds, 3),
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    run("throughput", parser(), measure_all)

@@ -535,10 +535,10 @@ def test_memory_is_a_few_blocks_of_rows(tmp_path: Path, monkeypatch: pytest.Monk
     """A model of 300 MB, a third of it one weight, which is read twice: as embedding and as the head."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import load_memory
+    import shapes
 
-    (tmp_path / "model").mkdir()
-    fields = {**load_memory.SHAPES["small"], "vocab_size": 48000, "num_hidden_layers": 7}
-    load_memory.write_checkpoint(tmp_path / "model", fields)
+    fields = {**shapes.SHAPES["small"], "vocab_size": 48000, "num_hidden_layers": 7}
+    shapes.write_checkpoint(tmp_path / "model", fields)
     assert sum(file.stat().st_size for file in (tmp_path / "model").iterdir()) > 3e8
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "model"), str(tmp_path / "out"), recipe]
     process = subprocess.Popen(

@@ -8,6 +8,7 @@ import os
 import signal
 import string
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from tpllama.config import DTYPES, KV_CACHE_DTYPES, UserError
 from tpllama.quiet import quiet_libraries
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse with our form of error: one line, exit code 2. Flags must be spelled out."""
 
     def __init__(self, **options: Any) -> None:
@@ -30,19 +31,23 @@ def main(argv: list[str] | None = None) -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by who started us
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    code = run(sys.argv[1:] if argv is None else argv)
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:
-        code = code or 1
-    # Without the interpreter's teardown: threads of libraries may outlive it and abort.
-    os._exit(code)
+    end(run(sys.argv[1:] if argv is None else argv))
 
 
 def run(argv: list[str]) -> int:
     """Runs one command and returns its exit code."""
-    is_debug = "--debug" in argv
+
+    def command() -> None:
+        arguments = build_parser().parse_args(argv)
+        from tpllama import commands
+
+        getattr(commands, arguments.command)(arguments)
+
+    return guarded("tpllama", command, is_debug="--debug" in argv)
+
+
+def guarded(program: str, work: Callable[[], None], is_debug: bool) -> int:
+    """Does the work and returns the program's exit code; what goes wrong is one line on standard error."""
     if not is_debug:
         quiet_libraries()
     was_interrupted = False
@@ -54,12 +59,9 @@ def run(argv: list[str]) -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        arguments = build_parser().parse_args(argv)
-        from tpllama import commands
-
-        getattr(commands, arguments.command)(arguments)
+        work()
     except UserError as error:
-        return _complain(error, 2, is_debug)
+        return _complain(program, error, 2, is_debug)
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:  # --help, and a follower's end
@@ -71,11 +73,21 @@ def run(argv: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the program's boundary: any failure is one line
         if was_interrupted:  # in the middle of an import, whose failure this is then
             return 130
-        return _complain(error, 1, is_debug)
+        return _complain(program, error, 1, is_debug)
     return 0
 
 
-def _complain(error: Exception, code: int, is_debug: bool) -> int:
+def end(code: int) -> NoReturn:
+    """Ends the process without the interpreter's teardown: threads of libraries may outlive it and abort."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = code or 1
+    os._exit(code)
+
+
+def _complain(program: str, error: Exception, code: int, is_debug: bool) -> int:
     if is_debug:
         import traceback
 
@@ -87,13 +99,13 @@ def _complain(error: Exception, code: int, is_debug: bool) -> int:
     if rank == "0" or (is_own and not is_loss):
         text = " ".join(str(error).split()) or type(error).__name__
         whose = f"rank {rank} failed: " if rank != "0" else ""
-        print(f"tpllama: error: {whose}{text}", file=sys.stderr, flush=True)
+        print(f"{program}: error: {whose}{text}", file=sys.stderr, flush=True)
     return code
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tpllama", description="A Llama, sharded with DTensor, quantized with torchao.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    parser = Parser(prog="tpllama", description="A Llama, sharded with DTensor, quantized with torchao.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     generate = commands.add_parser("generate", help="complete prompts, or answer them where the model has a template")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="without any, standard input is the prompt")
     generate.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; - is standard input")
@@ -110,16 +122,16 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (generate, chat):
         _add_sampling(command)
     for command in (generate, chat, plan):
-        _add_cache(command)
+        add_cache(command)
         command.add_argument(
             "--model", default="smollm2", metavar="M", help="directory, .gguf file, hub id org/name, or smollm2"
         )
     for command in (generate, chat, plan, quantize):
-        _add_common(command)
+        add_common(command)
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--llama-model", metavar="BASE", help="the model that M was fine-tuned from, for what M lacks of it")
     add("--tp", type=int, metavar="N", help="tensor-parallel degree; N ranks are started (not under torchrun)")
@@ -141,7 +153,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--debug", action="store_true", help="tracebacks, and warnings of libraries")
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
+def add_cache(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kv-cache-memory", type=_size, metavar="SIZE", help="of each rank's keys and values: bytes, or as 512MiB")
     add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="auto: the model's")

@@ -83,7 +83,7 @@ def plan(arguments: argparse.Namespace) -> None:
     from tpllama.start import draw_blueprint
 
     place = torchrun_place(os.environ)
-    engine = EngineConfig(tp=resolve_tp(arguments.tp, place), **_engine_options(arguments))
+    engine = EngineConfig(tp=resolve_tp(arguments.tp, place), **engine_options(arguments))
     checkpoint = open_for(engine)
     blueprint = draw_blueprint(engine, checkpoint)
     if place is None or place.rank == 0:
@@ -103,7 +103,7 @@ def quantize(arguments: argparse.Namespace) -> None:
     degree = resolve_tp(arguments.tp, place)
     if place is not None and place.rank > 0:
         return
-    engine = EngineConfig(**_engine_options(arguments))
+    engine = EngineConfig(**engine_options(arguments))
     checkpoint = open_for(engine)
     for line in checkpoint.notes:
         note(line)
@@ -116,16 +116,17 @@ def quantize(arguments: argparse.Namespace) -> None:
     note(f"wrote {out}, {human_bytes(sum(file.stat().st_size for file in out.iterdir()))}")
 
 
-def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What an EngineConfig is made of, but for the degree."""
     fields = {field.name for field in dataclasses.fields(EngineConfig)} - {"tp"}
     return {name: value for name, value in vars(arguments).items() if name in fields}
 
 
 def _prepare(arguments: argparse.Namespace) -> Preparation:
-    return Preparation(tp=arguments.tp, debug=arguments.debug, on_rank_death=_end_run, **_engine_options(arguments))
+    return Preparation(tp=arguments.tp, debug=arguments.debug, on_rank_death=end_run, **engine_options(arguments))
 
 
-def _end_run(death: Death) -> None:
+def end_run(death: Death) -> None:
     """The last resort, from a thread, where the main one hangs on a dead rank."""
     sys.stderr.write(f"tpllama: error: {death.describe()}\n")
     sys.stderr.flush()

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from tpllama.parallel import shared_memory
 from tpllama.parallel.collectives import OneRank, ProcessGroupRanks, Ranks
@@ -44,7 +45,7 @@ def join(
     check_free()
     backend = "nccl" if device_type == "cuda" else "gloo"
     if place.port is None:
-        dist.init_process_group(backend, timeout=_PATIENCE)
+        store: Store = _torchrun_store(place)
     else:
         # All ranks are on this host: its loopback interface needs no look-up of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -58,7 +59,7 @@ def join(
             master_listen_fd=listener.detach() if listener else None,
         )
         _wait_for_all(store, place, while_waiting)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=_PATIENCE)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=_PATIENCE)
     mesh = init_device_mesh(device_type, (place.size,), mesh_dim_names=("tp",))
     group = mesh.get_group("tp")
     if backend == "gloo" and shared_memory.is_available(group):
@@ -67,7 +68,16 @@ def join(
     return mesh, ProcessGroupRanks(group, control)
 
 
-def _wait_for_all(store: TCPStore, place: Place, while_waiting: Callable[[], None]) -> None:
+def _torchrun_store(place: Place) -> Store:
+    """What torchrun's ranks meet in, with a part of its own for each group that this process joins, one by one.
+
+    The store outlives a group: the next one would find this one's addresses in it.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    return PrefixStore(f"tpllama {store.add(f'tpllama joined by {place.rank}', 1)}", store)
+
+
+def _wait_for_all(store: Store, place: Place, while_waiting: Callable[[], None]) -> None:
     """Makes this rank known and, on the leader, waits for the others: joining itself can't be broken off."""
     store.set(f"rank {place.rank}", "here")
     if place.rank > 0:
