@@ -19,7 +19,10 @@ from tpllama.commands import end_run, engine_options
 
 def parser_for(program: str, documentation: str | None) -> Parser:
     """A parser that knows the flags for model, ranks, weights and cache, and those for results."""
-    parser = Parser(prog=program, description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog=program, description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # a bench may take a list where a command takes one
+    )  # fmt: skip
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="smollm2", metavar="M")
     model.add_argument("--shape", choices=SHAPES, help="a config of this shape, with random weights")
@@ -43,3 +46,9 @@ def open_model(arguments: argparse.Namespace, stack: ExitStack, **changed: Any) 
         write_config(Path(folder), SHAPES[arguments.shape])
         options |= {"model": folder, "load_format": "dummy"}
     return stack.enter_context(LLM(tp=arguments.tp, debug=arguments.debug, on_rank_death=end_run, **options))
+
+
+def recipe_options(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
+    """One of a sweep's recipes as LLM's options; with `none`, which may be among them, there is no head to quantize."""
+    is_alone = len(arguments.torchao_config) == 1
+    return {"torchao_config": recipe, "quantize_lm_head": arguments.quantize_lm_head and (is_alone or recipe != "none")}

@@ -23,11 +23,11 @@ import math
 import sys
 from datetime import date
 from pathlib import Path
-from pydoc_data.topics import topics
 from statistics import fmean
 from typing import Any
 
 from record import append, cpu_model, versions
+from texts import chapters
 
 from tpllama import LLM, SamplingParams
 from tpllama.config import UserError
@@ -110,12 +110,7 @@ def run(arguments: argparse.Namespace, dtype: str, **steps: int) -> tuple[int, l
         score = SamplingParams(max_new_tokens=1, prompt_logprobs=_COMMON, ignore_eos=True)
         greedy = SamplingParams(max_new_tokens=arguments.new_tokens)
         outputs = llm.generate(texts, score) + llm.generate(list(PROMPTS), greedy)
-        return llm._engine.executor.cache_shape.bytes_per_token, outputs
-
-
-def chapters(count: int) -> list[str]:
-    """The longest ones."""
-    return sorted(topics.values(), key=len, reverse=True)[:count]
+        return llm.engine.executor.cache_shape.bytes_per_token, outputs
 
 
 def against(reference: list[Output], outputs: list[Output]) -> dict[str, Any]:

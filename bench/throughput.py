@@ -34,13 +34,13 @@ from typing import TYPE_CHECKING, Any
 
 from command import open_model, parser_for, run
 from record import append, surroundings
+from steps import Step, StepLog
 
 from tpllama import LLM, SamplingParams
 from tpllama.config import UserError
 
 if TYPE_CHECKING:
     from tpllama.cli import Parser
-    from tpllama.engine.batch import Batch, Result
     from tpllama.engine.engine import Engine
     from tpllama.engine.request import Output
 
@@ -49,77 +49,6 @@ HEADER = (
     "  broadcast ms (share)"
 )
 _WARM_UP_TOKENS = 8
-
-
-@dataclass
-class Step:
-    """One step of the engine, in seconds; all but `gap` are parts of `whole`.
-
-    gap: from the end of the step before. told: of `run`, pickling the batch and sending it to the other ranks.
-    computed: prompts' tokens. new: texts that went on by one token, prompts' first tokens not counted.
-    """
-
-    gap: float
-    whole: float = 0.0
-    run: float = 0.0
-    told: float = 0.0
-    computed: int = 0
-    new: int = 0
-
-    @property
-    def period(self) -> float:
-        return self.gap + self.whole
-
-    @property
-    def python(self) -> float:
-        return self.whole - self.run
-
-
-class StepLog:
-    """Times the steps of an engine by wrapping its methods, and those of its executor."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.steps: list[Step] = []
-        self._ended = 0.0
-        self._step, self._run = engine.step, engine.executor.run
-        engine.step = self._timed_step  # type: ignore[method-assign]
-        engine.executor.run = self._timed_run  # type: ignore[method-assign]
-        self._runner_seconds = 0.0
-        runner = getattr(engine.executor, "_runner", None)  # a Leader's; with one rank the executor is the runner
-        self._runner_run = runner.run if runner else None
-        if runner:
-            runner.run = self._timed_runner
-
-    def clear(self) -> None:
-        self.steps.clear()
-        self._ended = time.perf_counter()
-
-    def _timed_step(self) -> bool:
-        started = time.perf_counter()
-        self.steps.append(Step(gap=started - self._ended))
-        has_run = self._step()
-        self._ended = time.perf_counter()
-        self.steps[-1].whole = self._ended - started
-        return has_run
-
-    def _timed_run(self, batch: Batch) -> list[Result]:
-        step = self.steps[-1]
-        started = time.perf_counter()
-        results = self._run(batch)
-        step.run = time.perf_counter() - started
-        step.told = step.run - self._runner_seconds if self._runner_run else 0.0
-        for chunk in batch.chunks:
-            is_new = chunk.start >= chunk.prompt_length
-            step.new += is_new
-            step.computed += 0 if is_new else len(chunk.tokens)
-        return results
-
-    def _timed_runner(self, batch: Batch) -> list[Result]:
-        assert self._runner_run is not None
-        started = time.perf_counter()
-        results = self._runner_run(batch)
-        self._runner_seconds = time.perf_counter() - started
-        return results
 
 
 @dataclass
@@ -230,14 +159,14 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 
 def measure_with(llm: LLM, arguments: argparse.Namespace) -> None:
-    log = StepLog(llm._engine)
+    log = StepLog(llm.engine)
     facts = describe(arguments, llm)
     print(HEADER)
     for number, concurrency in enumerate(arguments.concurrency):
-        ways = (False, True) if arguments.shared_prefix else (llm._engine.scheduler.policy.prefix_caching,)
+        ways = (False, True) if arguments.shared_prefix else (llm.engine.scheduler.policy.prefix_caching,)
         results = []
         for prefix_caching in ways:
-            with policy(llm._engine, concurrency, prefix_caching):
+            with policy(llm.engine, concurrency, prefix_caching):
                 warm_up(llm, arguments, concurrency)
                 prompts = random_prompts(arguments, facts["vocab_size"], f"{arguments.seed} {number}")
                 results.append(measure(llm, log, prompts, arguments.output_len, concurrency, prefix_caching))
@@ -278,7 +207,7 @@ def random_prompts(arguments: argparse.Namespace, vocab_size: int, seed: str) ->
 def measure(
     llm: LLM, log: StepLog, prompts: Sequence[list[int]], output_len: int, concurrency: int, prefix_caching: bool
 ) -> Measured:
-    scheduler = llm._engine.scheduler
+    scheduler = llm.engine.scheduler
     found, preempted = scheduler.num_found, scheduler.num_preempted
     log.clear()
     started = time.perf_counter()

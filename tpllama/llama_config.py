@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tpllama.architectures import architecture_of
 from tpllama.config import UserError
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
@@ -117,6 +118,7 @@ class LlamaConfig:
         model_type = fields.get("model_type", "llama")
         if model_type != "llama":
             raise UserError(f"found model_type {model_type!r}, expected 'llama', use a Llama checkpoint")
+        architecture_of(fields)
         _refuse_unknown(fields)
         num_heads = _positive(fields, "num_attention_heads")
         hidden_size = _positive(fields, "hidden_size")

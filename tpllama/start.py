@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from tpllama.architectures import loader_of
 from tpllama.blueprint import Blueprint
-from tpllama.build import LlamaLoader, Progress
-from tpllama.checkpoint.open import Checkpoint
+from tpllama.build import Progress
+from tpllama.checkpoint.open import Checkpoint, overridden
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.cache import PagedCache
 from tpllama.engine.executor import ModelLoader, ModelMetadata
@@ -55,7 +56,8 @@ def start_rank(
         torch.cuda.set_device(device)
     mesh, ranks = join(place, device.type, listener, while_waiting)
     _check_same_files(checkpoint, ranks, device)
-    loader = LlamaLoader(blueprint, checkpoint, mesh, ranks, device, progress)
+    load = loader_of(overridden(checkpoint, blueprint.engine.json_model_override_args))
+    loader: ModelLoader = load(blueprint, checkpoint, mesh, ranks, device, progress)
     return run_model(loader, blueprint.engine, ranks, place.local_size, device)
 
 

@@ -57,10 +57,10 @@ def ids(outputs: list[Output]) -> list[list[int]]:
 
 def check_empty(llm: LLM) -> None:
     """No request and no block is left behind."""
-    scheduler = llm._engine.scheduler
+    scheduler = llm.engine.scheduler
     scheduler.check()
     assert not scheduler.waiting + scheduler.running
-    assert not llm._engine._texts
+    assert not llm.engine._texts
     assert scheduler.pool.num_available == scheduler.pool.size
 
 
@@ -83,16 +83,16 @@ def test_requests_get_what_they_get_alone(cached: LLM, tiny: LLM, requests: list
 
 def test_tight_caches_do_preempt(cached: LLM) -> None:
     """The property above says nothing about preemption where there is none."""
-    before = cached._engine.scheduler.num_preempted
+    before = cached.engine.scheduler.num_preempted
     cached.generate([[3, 5, 8]] * 10, SamplingParams(max_new_tokens=50, ignore_eos=True))
-    is_tight = cached._engine.pool.size * cached._engine.pool.block_size < 100
-    assert (cached._engine.scheduler.num_preempted > before) == is_tight
+    is_tight = cached.engine.pool.size * cached.engine.pool.block_size < 100
+    assert (cached.engine.scheduler.num_preempted > before) == is_tight
 
 
 def test_many_requests_in_few_places_all_complete(tiny: LLM) -> None:
     prompts = [[place % 200 + 1, place % 7, 9] for place in range(128)]
     params = SamplingParams(max_new_tokens=10, ignore_eos=True)
-    assert tiny._engine.scheduler.policy.max_batch_size == 32
+    assert tiny.engine.scheduler.policy.max_batch_size == 32
     outputs = tiny.generate(prompts, params)
     assert [len(output.token_ids) for output in outputs] == [10] * 128
     assert ids(outputs[:12]) == [ids(tiny.generate([prompt], params))[0] for prompt in prompts[:12]]
@@ -104,7 +104,7 @@ def test_the_order_of_free_blocks_changes_nothing(make_checkpoint: MakeCheckpoin
     params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
     expected = ids(tiny.generate(prompts, params))
     with LLM(str(make_checkpoint()), dtype="float32", block_size=4, prefix_caching=False) as llm:
-        pool = llm._engine.pool
+        pool = llm.engine.pool
         for seed in range(3):
             # Only some blocks are free, and no two of them are neighbours for long.
             chance = random.Random(seed)
@@ -140,7 +140,7 @@ def test_a_failure_ends_every_request_and_nothing_else(tiny: LLM, monkeypatch: p
     other = tiny.stream([4, 5], SamplingParams(max_new_tokens=9, ignore_eos=True))
     next(other)
     with monkeypatch.context() as patch:
-        patch.setattr(tiny._engine.executor, "run", lambda batch: 1 / 0)
+        patch.setattr(tiny.engine.executor, "run", lambda batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny.generate([[1, 2]])
     with pytest.raises(ZeroDivisionError):
@@ -164,8 +164,8 @@ def test_the_cache_takes_what_the_plan_said(make_checkpoint: MakeCheckpoint, tp:
     options: dict[str, Any] = {"tp": tp, "kv_cache_memory": 300 * TOKEN_BYTES + 77, "kv_cache_dtype": stored}
     with LLM(str(make_checkpoint()), dtype="float32", **options) as llm:
         planned = llm.blueprint.report()["kv_cache_bytes_per_rank"]
-        runner: Any = llm._engine.executor
-        parts = [part for layer in getattr(runner, "_runner", runner).cache.layers for part in layer.parts()]
+        runner: Any = llm.engine.executor
+        parts = [part for layer in getattr(runner, "runner", runner).cache.layers for part in layer.parts()]
         assert sum(part.numel() * part.element_size() for part in parts) == planned[0] == runner.cache_shape.num_bytes
         assert all(each <= options["kv_cache_memory"] for each in planned)
 
@@ -179,7 +179,7 @@ def test_swapped_requests_come_back_on_ranks_of_any_size(make_checkpoint: MakeCh
     options: dict[str, Any] = {"kv_cache_memory": 60 * TOKEN_BYTES, "swap_memory": 200 * TOKEN_BYTES, "block_size": 4}
     with LLM(str(make_checkpoint()), tp=tp, dtype="float32", **options) as llm:
         assert ids(llm.generate(prompts, params)) == expected
-        assert llm._engine.scheduler.num_preempted > 0
+        assert llm.engine.scheduler.num_preempted > 0
         check_empty(llm)
 
 
@@ -218,7 +218,7 @@ def test_a_bias_decides(tiny: LLM) -> None:
 
 
 def test_an_urgent_request_overtakes(tiny: LLM) -> None:
-    engine = tiny._engine
+    engine = tiny.engine
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     prompts = [tiny._preparation.prompt([place, 1]) for place in range(40)]
     slow = engine.generate(prompts, [params] * 40, priority=5)
@@ -286,7 +286,7 @@ def test_the_embedded_model_in_a_tight_cache(smollm2: LLM, tp: int) -> None:
     with LLM(tp=tp, dtype="float32", kv_cache_memory=memory, block_size=8, max_batch_tokens=40) as llm:
         prompts = [text for text in TEXTS for _ in range(2)]
         found = llm.generate(prompts, [GREEDY, RANDOM] * len(TEXTS))
-        assert llm._engine.scheduler.num_preempted > 0
+        assert llm.engine.scheduler.num_preempted > 0
         check_empty(llm)
     assert ids(found) == expected
 
@@ -327,7 +327,7 @@ def test_batch_invariant_texts_survive_preemption_bit_for_bit(make_checkpoint: M
         alone = [llm.generate([prompt], params)[0] for prompt in prompts]
     with LLM(str(make_checkpoint()), kv_cache_memory=50 * TOKEN_BYTES, block_size=4, **options) as llm:
         together = llm.generate(prompts, params)
-        assert llm._engine.scheduler.num_preempted > 0
+        assert llm.engine.scheduler.num_preempted > 0
     assert [(each.token_ids, each.logprobs) for each in together] == [(each.token_ids, each.logprobs) for each in alone]
 
 

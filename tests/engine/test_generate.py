@@ -216,8 +216,8 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_work(
         for call in (llm.generate, lambda prompts: llm.stream(prompts[1])):
             with pytest.raises(UserError, match=reason):
                 call([PROMPTS[0], prompt])
-        assert not llm._engine.scheduler.waiting
-        assert llm._engine.pool.num_available == llm._engine.pool.size
+        assert not llm.engine.scheduler.waiting
+        assert llm.engine.pool.num_available == llm.engine.pool.size
 
 
 # Prompts in chunks.
@@ -245,7 +245,7 @@ def check_first_tokens(llm: LLM, prompts: list[list[int]]) -> None:
 
 def with_steps_of(llm: LLM, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the engine compute everything, in steps of so many tokens."""
-    scheduler = llm._engine.scheduler
+    scheduler = llm.engine.scheduler
     policy = replace(scheduler.policy, max_batch_tokens=tokens, prefix_caching=False)
     monkeypatch.setattr(scheduler, "policy", policy)
 

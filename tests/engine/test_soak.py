@@ -27,8 +27,8 @@ def soak(llm: LLM, vocab: int, requests: int) -> tuple[int, int]:
         prompts = [[chance.randrange(vocab) for _ in range(chance.randint(1, 24))] for _ in range(100)]
         each = [SamplingParams(max_new_tokens=chance.randint(1, 4), seed=done, temperature=1.0) for _ in prompts]
         llm.generate(prompts, each)
-    llm._engine.scheduler.check()
-    assert llm._engine.pool.num_available == llm._engine.pool.size
+    llm.engine.scheduler.check()
+    assert llm.engine.pool.num_available == llm.engine.pool.size
     return early, resident_bytes()
 
 
@@ -42,8 +42,8 @@ def test_ten_thousand_requests_leave_nothing_behind(make_checkpoint: Callable[..
 def test_ten_thousand_requests_to_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
     with LLM(torchao_config="int8dq") as llm:
         early, late = soak(llm, 40_000, 10_000)
-        warm = llm._engine.executor.cache_shape.num_warm_blocks
-        kept = len(llm._engine.pool._kept)
+        warm = llm.engine.executor.cache_shape.num_warm_blocks
+        kept = len(llm.engine.pool._kept)
     with capsys.disabled():
         print(
             f"{early / MEGABYTE:.0f} MiB after 1000 requests, {late / MEGABYTE:.0f} after 10000, {kept} of {warm} kept"

@@ -52,6 +52,13 @@ class LLM:
         return self._preparation.blueprint
 
     @property
+    def engine(self) -> Engine:
+        """What runs the requests. Raises RuntimeError once closed."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self._engine
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self._preparation.tokenizer
 
@@ -93,12 +100,11 @@ class LLM:
     def pieces(self, prompts: list[Prompt], params: list[SamplingParams], priority: int = 0) -> Iterator[Piece]:
         """Pieces of all texts as they come, from one batch."""
         with self._preparation.blaming_ranks():
-            yield from self._open_engine().generate(prompts, params, priority)
+            yield from self.engine.generate(prompts, params, priority)
 
     def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Logits of whole sequences of equal length, float32 [batch, seq, vocab]; one sequence is a batch of one."""
-        rows = _rows(token_ids)
-        self._open_engine()
+        rows, engine = _rows(token_ids), self.engine
         from tpllama.engine.engine import check_prompt
 
         for row in rows:
@@ -106,12 +112,12 @@ class LLM:
         if len({len(row) for row in rows}) > 1:
             raise UserError("found sequences of different lengths, expected equal ones, call once per length")
         with self._preparation.blaming_ranks():
-            return self._open_engine().logits(rows)
+            return engine.logits(rows)
 
     def peak_memory_bytes(self) -> list[int]:
         """Peak resident memory of each rank's process, on its device where that is a GPU."""
         with self._preparation.blaming_ranks():
-            return self._open_engine().peak_memory_bytes()
+            return self.engine.peak_memory_bytes()
 
     def close(self) -> None:
         """Ends the ranks and gives back memory; further calls do nothing."""
@@ -128,11 +134,6 @@ class LLM:
             self._engine.close()
         self._engine = None  # type: ignore[assignment]
         self._preparation.__exit__(*error)
-
-    def _open_engine(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("this LLM is closed")
-        return self._engine
 
     def _as_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -23,25 +23,25 @@ class Leader:
     """A ModelExecutor that has every rank do what it is asked."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
-        self._runner = runner
+        self.runner = runner
         self._ranks = ranks
         self._is_broken = False
 
     @property
     def cache_shape(self) -> CacheShape:
-        return self._runner.cache_shape
+        return self.runner.cache_shape
 
     def run(self, batch: Batch) -> list[Result]:
         with self._in_step("run", batch):
-            return self._runner.run(batch)
+            return self.runner.run(batch)
 
     def logits(self, tokens: list[list[int]]) -> Tensor:
         with self._in_step("logits", tokens):
-            return self._runner.logits(tokens)
+            return self.runner.logits(tokens)
 
     def peak_memory_bytes(self) -> list[int]:
         with self._in_step("peak_memory_bytes"):
-            return self._runner.peak_memory_bytes()
+            return self.runner.peak_memory_bytes()
 
     def stop(self) -> None:
         """Ends the followers' loops, where they are in step; those that are not have to be ended from outside."""

@@ -1,0 +1,271 @@
+"""Whether a model computes what it should, by number: `bench/latency.py --correct`, and with `--against` a verdict.
+
+Printed are, for each prompt, its token ids, the logits after its first --cut-len tokens ("first half") and after all
+of it ("final"), and the greedy text. `--against hf` has bench/reference_hf.py compute the same with transformers, on
+weights that torchao itself quantized; `--against tp1` has tpllama do it on one rank. The reference scores our texts,
+token by token, so that one near tie doesn't make the rest incomparable. Compared are, at every place of prompts and
+texts:
+
+    logits   the largest difference, and the root of the mean square, both in standard deviations of the reference's
+             logits
+    top-1    how often the likeliest token is the same; where it isn't, how far apart the reference has the two
+    engine   how far the log-probabilities of the text's tokens are from the reference's: these come from the paged
+             cache, a chunk or a token a step, while the logits above come from the forward without a cache
+
+Exits 1 past a tolerance. Tolerances are a few times what rounding alone was measured to do on SmolLM2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from command import open_model, recipe_options
+from record import append, surroundings
+
+from tpllama import LLM, SamplingParams
+from tpllama.config import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROMPTS = (
+    "The capital of France is",
+    "The capital of the United Kindom is",
+    "Today is a sunny day and I like",
+)
+_NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """In standard deviations of the reference's logits; `gap` in natural logarithms of probability."""
+
+    largest: float
+    rms: float
+    gap: float
+
+
+# With activations quantized as they come, a rounding difference flips an integer, and that is passed on.
+_TOLERANCES = {
+    ("float32", False): Tolerance(1e-3, 1e-4, 1e-3),
+    ("float32", True): Tolerance(0.3, 0.05, 0.3),
+    ("bfloat16", False): Tolerance(0.3, 0.05, 0.5),
+    ("bfloat16", True): Tolerance(0.6, 0.1, 1.0),
+    ("float16", False): Tolerance(0.05, 0.01, 0.1),
+    ("float16", True): Tolerance(0.3, 0.05, 0.3),
+}
+
+
+@dataclass
+class Answers:
+    """What a model gave to each prompt.
+
+    logits: float32 [input + output - 1, vocab], at each token but the last. logprobs: of each output token, from the
+    path that generates; None where that isn't another. is_dynamic: activations are quantized as they come.
+    """
+
+    input_ids: list[list[int]]
+    output_ids: list[list[int]]
+    logits: list[Tensor]
+    logprobs: list[list[float]] | None = None
+    texts: list[str] = field(default_factory=list)
+    is_dynamic: bool = False
+
+    def save(self, path: str) -> None:
+        from safetensors.torch import save_file
+
+        words = {"input_ids": json.dumps(self.input_ids), "output_ids": json.dumps(self.output_ids)}
+        save_file({f"logits.{number}": logits.contiguous() for number, logits in enumerate(self.logits)}, path, words)
+
+    @classmethod
+    def load(cls, path: str) -> Answers:
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            words = file.metadata()
+            inputs, outputs = (json.loads(words[name]) for name in ("input_ids", "output_ids"))
+            return cls(inputs, outputs, [file.get_tensor(f"logits.{number}") for number in range(len(inputs))])
+
+    def show(self, cut_len: int) -> None:
+        """Prints them in the layout that SGLang's users know."""
+        print(f"\ninput_ids={self.input_ids}\n")
+        halves = [logits[min(cut_len, len(ids)) - 1] for logits, ids in zip(self.logits, self.input_ids, strict=True)]
+        finals = [logits[len(ids) - 1] for logits, ids in zip(self.logits, self.input_ids, strict=True)]
+        for name, rows in (("first half", halves), ("final", finals)):
+            for number, row in enumerate(rows):
+                print(f"prefill logits ({name}) {number}: {_abridged(row)}")
+            print()
+        for number, text in enumerate(self.texts):
+            print(f"========== Prompt {number} ==========\n{text}\n", flush=True)
+
+
+def _abridged(row: Tensor) -> str:
+    numbers = row.tolist()
+    ends = [*numbers[:3], *numbers[-3:]] if len(numbers) > 6 else numbers
+    words = [f"{number:.4f}" for number in ends]
+    if len(numbers) > 6:
+        words.insert(3, "...")
+    return f"[{', '.join(words)}], largest {row.max():.4f} of token {row.argmax()}"
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """`--correct`, for every recipe; raises SystemExit(1) where a comparison fails."""
+    if arguments.against_model and not arguments.against:
+        raise UserError("found --against-model without --against, expected both, add --against hf")
+    if (arguments.save_answers or arguments.continue_answers) and len(arguments.torchao_config) > 1:
+        raise UserError(f"found {len(arguments.torchao_config)} recipes with an answers file, expected one")
+    failed = []
+    for recipe in arguments.torchao_config:
+        try:
+            own = answer(arguments, recipe)
+        except SystemExit:  # a follower of torchrun's: its part is done
+            if os.environ.get("RANK", "0") == "0":
+                raise
+            continue
+        own.show(arguments.cut_len)
+        if arguments.save_answers:
+            own.save(arguments.save_answers)
+        if arguments.against and not compare(arguments, recipe, own, reference(arguments, recipe, own)):
+            failed.append(recipe)
+    if failed:
+        raise RuntimeError(f"the answers of {', '.join(failed)} are not those of the reference")
+
+
+def answer(arguments: argparse.Namespace, recipe: str) -> Answers:
+    """This program's answers, or its scores of somebody's texts."""
+    with ExitStack() as stack:
+        changed = {name: getattr(arguments, name) or default
+                   for name, default in (("max_batch_size", 32), ("max_batch_tokens", 512))}  # fmt: skip
+        llm = open_model(arguments, stack, **recipe_options(arguments, recipe), **changed)
+        if arguments.continue_answers:
+            told = Answers.load(arguments.continue_answers)
+            inputs, outputs, logprobs = told.input_ids, told.output_ids, None
+        else:
+            prompts = prompts_of(arguments.prompt_filename, lambda text: llm.tokenizer.encode(text))
+            params = SamplingParams(max_new_tokens=arguments.output_len[0], logprobs=0, ignore_eos=True)
+            written = llm.generate(prompts, params)
+            inputs, outputs = prompts, [output.token_ids for output in written]
+            logprobs = [[each.logprob for each in output.logprobs or ()] for output in written]
+        logits = [llm.logits((ids + new)[:-1])[0] for ids, new in zip(inputs, outputs, strict=True)]
+        texts = [text_of(llm, ids + new) for ids, new in zip(inputs, outputs, strict=True)]
+        recipes = [decision.recipe for decision in llm.blueprint.decisions.values() if decision.recipe]
+        is_dynamic = any(each.family.dynamic for each in recipes)
+        return Answers(inputs, outputs, logits, logprobs, texts, is_dynamic)
+
+
+def prompts_of(path: str | None, encode: Any) -> list[list[int]]:
+    """The prompts' token ids: of a file's lines, or of the three that SGLang's users know."""
+    lines: Sequence[str] = PROMPTS
+    if path:
+        try:
+            lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"found {path} unreadable ({error}), expected a text file of prompts") from None
+    return [_ids(line) or encode(line) for line in lines]
+
+
+def _ids(line: str) -> list[int] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, list) and value and all(type(each) is int for each in value) else None
+
+
+def text_of(llm: LLM, ids: list[int]) -> str:
+    return llm.tokenizer.decode(ids) if llm.tokenizer.has_text else str(ids)
+
+
+def reference(arguments: argparse.Namespace, recipe: str, own: Answers) -> Answers:
+    """The other side's scores of our texts, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = f"{folder}/ours.safetensors", f"{folder}/theirs.safetensors"
+        own.save(ours)
+        here = Path(__file__).parent
+        program = [str(here / "reference_hf.py")] if arguments.against == "hf" else [
+            str(here / "latency.py"), "--correct", "--tp", "1"]  # fmt: skip
+        command = [sys.executable, *program, *_same_flags(arguments, recipe)]
+        command += ["--continue-answers", ours, "--save-answers", theirs]
+        # A process of its own, not one of torchrun's ranks.
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "GROUP_"))}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
+        env["PYTHONPATH"] = os.pathsep.join([str(here.parent), *filter(None, [env.get("PYTHONPATH")])])
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()[-1]
+            kind = UserError if done.returncode == 2 else RuntimeError
+            raise kind(f"the reference failed: {reason}")
+        return Answers.load(theirs)
+
+
+def _same_flags(arguments: argparse.Namespace, recipe: str) -> Iterator[str]:
+    yield from ("--model", arguments.against_model or arguments.model, "--torchao-config", recipe)
+    for name in ("dtype", "device", "llama_model", "load_format", "seed"):
+        value = getattr(arguments, name)
+        if value is not None:
+            yield from (f"--{name.replace('_', '-')}", str(value))
+    if recipe_options(arguments, recipe)["quantize_lm_head"]:
+        yield "--quantize-lm-head"
+    if arguments.json_model_override_args:
+        yield from ("--json-model-override-args", json.dumps(arguments.json_model_override_args))
+
+
+def compare(arguments: argparse.Namespace, recipe: str, own: Answers, other: Answers) -> bool:
+    """Prints by how much two models differ, and whether that is within what rounding does."""
+    found = differences(own, other)
+    tolerance = _TOLERANCES[arguments.dtype, own.is_dynamic]
+    within = (
+        found["largest"] <= tolerance.largest and found["rms"] <= tolerance.rms
+        and found["largest_gap"] <= tolerance.gap and found["engine_largest"] <= tolerance.gap
+    )  # fmt: skip
+    print(
+        f"{recipe} against {arguments.against}, {arguments.dtype}: {'the same' if within else 'NOT THE SAME'}\n"
+        f"  logits: largest difference {found['largest_logit']:.5f} ({found['largest']:.5f} standard deviations, "
+        f"tolerance {tolerance.largest:g}), root mean square {found['rms']:.6f} (tolerance {tolerance.rms:g})\n"
+        f"  top-1 agreement: {found['agreed']} of {found['places']} ({found['agreed'] / found['places']:.2%}); the "
+        f"reference has tokens that differ at most {found['largest_gap']:.5f} apart (tolerance {tolerance.gap:g})\n"
+        f"  engine: log-probabilities of the text's tokens differ by at most {found['engine_largest']:.5f} "
+        f"(tolerance {tolerance.gap:g})",
+        flush=True,
+    )
+    if arguments.result_filename:
+        facts = {"model": arguments.model, "tp": arguments.tp, "against": arguments.against, "dtype": arguments.dtype,
+                 **recipe_options(arguments, recipe)}  # fmt: skip
+        line = {"bench": "correct", **surroundings(), "run_name": arguments.run_name, **facts, **found}
+        append(arguments.result_filename, {**line, "same": within})
+    return within
+
+
+def differences(own: Answers, other: Answers) -> dict[str, Any]:
+    """Figures of both sides' logits at the same places (see the top of this file)."""
+    import torch
+
+    ours, theirs = torch.cat(own.logits), torch.cat(other.logits)
+    spread = theirs.std(dim=-1, keepdim=True)
+    off = (ours - theirs).abs()
+    tops = ours.argmax(-1), theirs.argmax(-1)
+    gaps = (theirs.amax(-1) - theirs.gather(-1, tops[0][:, None])[:, 0]).max()
+    engine = 0.0
+    for ids, new, logits, logprobs in zip(
+        own.input_ids, own.output_ids, other.logits, own.logprobs or [[]] * len(own.input_ids), strict=True
+    ):
+        if logprobs:
+            rows = logits[len(ids) - 1 :].log_softmax(-1)
+            right = rows.gather(-1, torch.tensor(new)[:, None])[:, 0]
+            engine = max(engine, float((torch.tensor(logprobs) - right).abs().max()))
+    return {
+        "largest_logit": float(off.max()), "largest": float((off / spread).max()),
+        "rms": float((off / spread).square().mean().sqrt()), "agreed": int((tops[0] == tops[1]).sum()),
+        "places": len(ours), "largest_gap": float(gaps), "engine_largest": engine,
+    }  # fmt: skip
