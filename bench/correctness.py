@@ -12,7 +12,8 @@ texts:
     engine   how far the log-probabilities of the text's tokens are from the reference's: these come from the paged
              cache, a chunk or a token a step, while the logits above come from the forward without a cache
 
-Exits 1 past a tolerance. Tolerances are a few times what rounding alone was measured to do on SmolLM2.
+Exits 1 past a tolerance. Tolerances are a few times what rounding alone was measured to do on SmolLM2; one rank's
+forward in float32 is transformers' bit for bit, with int8dq too.
 """
 
 from __future__ import annotations
@@ -55,15 +56,14 @@ class Tolerance:
     gap: float
 
 
-# With activations quantized as they come, a rounding difference flips an integer, and that is passed on.
-_TOLERANCES = {
-    ("float32", False): Tolerance(1e-3, 1e-4, 1e-3),
-    ("float32", True): Tolerance(0.3, 0.05, 0.3),
-    ("bfloat16", False): Tolerance(0.3, 0.05, 0.5),
-    ("bfloat16", True): Tolerance(0.6, 0.1, 1.0),
-    ("float16", False): Tolerance(0.05, 0.01, 0.1),
-    ("float16", True): Tolerance(0.3, 0.05, 0.3),
+_ROUNDING = {
+    "float32": Tolerance(1e-3, 1e-4, 1e-3),
+    "float16": Tolerance(0.1, 0.02, 0.1),
+    "bfloat16": Tolerance(0.8, 0.12, 0.6),
 }
+# Where activations are quantized as they come, a rounding difference flips an integer, by a 127th of a token's largest
+# value, and from layer to layer that grows to about what the quantization itself does.
+_FLIPS = Tolerance(4.0, 0.45, 3.0)
 
 
 @dataclass
@@ -224,7 +224,7 @@ def _same_flags(arguments: argparse.Namespace, recipe: str) -> Iterator[str]:
 def compare(arguments: argparse.Namespace, recipe: str, own: Answers, other: Answers) -> bool:
     """Prints by how much two models differ, and whether that is within what rounding does."""
     found = differences(own, other)
-    tolerance = _TOLERANCES[arguments.dtype, own.is_dynamic]
+    tolerance = _FLIPS if own.is_dynamic else _ROUNDING[arguments.dtype]
     within = (
         found["largest"] <= tolerance.largest and found["rms"] <= tolerance.rms
         and found["largest_gap"] <= tolerance.gap and found["engine_largest"] <= tolerance.gap

@@ -274,11 +274,11 @@ TEXTS = [
 ]
 GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
 RANDOM = SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=0.8, top_p=0.95, seed=6)
-SLOW_RECIPES = [(1, "int8wo"), (2, "int4wo-32"), (2, "8da4w-32"), (1, "fp8wo")]
+SLOW_RECIPES = [(2, "int8dq"), (1, "int8wo"), (2, "int4wo-32"), (2, "8da4w-32"), (1, "fp8wo")]
 SMOLLM2_TOKEN_BYTES = 30 * 3 * 64 * 2 * 4  # in float32
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_embedded_model_in_a_tight_cache(smollm2: LLM, tp: int) -> None:
     """float32: the tokens that each gets alone, on one rank."""
     expected = [ids(smollm2.generate([text], params))[0] for text in TEXTS for params in (GREEDY, RANDOM)]
@@ -293,7 +293,7 @@ def test_the_embedded_model_in_a_tight_cache(smollm2: LLM, tp: int) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "recipe"),
-    [(1, "none"), (2, "int8dq"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_RECIPES)],
+    [(1, "none"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_RECIPES)],
 )
 def test_rounding_parts_texts_only_at_near_ties(tp: int, recipe: str) -> None:
     """bfloat16: other numbers of rows take other kernels; where a text parts, the two tokens must be nearly equal."""

@@ -98,7 +98,7 @@ def float32_outputs() -> OutputsAt:
     return outputs
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_float32_texts_are_transformers(
     float32_outputs: OutputsAt, tokenizer: Tokenizer, float32_tokens: list[list[int]], tp: int
 ) -> None:
@@ -107,14 +107,14 @@ def test_float32_texts_are_transformers(
     assert [output.text for output in outputs] == [tokenizer.decode(tokens) for tokens in float32_tokens]
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_seed_gives_the_same_text_on_any_number_of_ranks(float32_outputs: OutputsAt, tp: int) -> None:
     (_, expected), (_, found) = float32_outputs(1), float32_outputs(tp)
     assert ids(found) == ids(expected)
     assert [output.text for output in found] == [output.text for output in expected]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bfloat16_texts_part_from_transformers_only_at_near_ties(
     tp: int,
     smollm2_reference: Any,
