@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from answers import Answers, prompts_of
 from command import parser_for, run
-from correctness import Answers, prompts_of
 
 from tpllama.checkpoint.open import Checkpoint, open_for, overridden
 from tpllama.cli import Parser
