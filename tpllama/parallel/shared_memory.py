@@ -5,57 +5,99 @@ copies its message in, counts up, waits for the others' counters and reads their
 all ranks compute the same bits. Two slots per rank alternate: a rank that enters operation n + 2 knows that
 all have left operation n, so one wait per operation is enough.
 
-The order of stores is that of the program on x86 (total store order); elsewhere gloo is used.
+shared_memory.cpp does all this in one call. Where it can't be compiled, the same is done in Python, with the same
+bits, on processors that keep the order of stores (x86 does: total store order); elsewhere gloo is used.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
 import socket
 import time
+import weakref
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpllama.native import library
 from tpllama.parallel.collectives import RankLost
 
+_SOURCE = Path(__file__).with_suffix(".cpp")
 _SLOT_BYTES = 1 << 18
 _COUNTER_STRIDE = 8  # int64 counters, one per cache line
 # Waiting: spin while an answer may come within microseconds, then give way, then sleep.
-_SPINS = 400
+_SPINS, _NATIVE_SPINS = 400, 1000
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0001, 0.002
 _CHECK_EVERY_S = 0.05
+# What shared_memory.cpp adds and compares, in its order. The rest is left to torch.
+_NATIVE_DTYPES = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+)  # fmt: skip
+
+
+class _State(ctypes.Structure):
+    """`State` of shared_memory.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rank", "size", "slot_bytes", "spins")),
+        *((name, ctypes.c_void_p) for name in ("counters", "slots")),
+        *((name, ctypes.c_int64) for name in ("operation", "done", "entered", "late")),
+    )
+    operation: int
 
 
 def is_available(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of `group` can talk this way: all on one host, of a kind that keeps the order of stores."""
-    can = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+    """Whether the ranks of `group` can talk this way: all on one host, and stores keep their order or C++ minds it."""
+    can = hasattr(os, "memfd_create") and (platform.machine() in ("x86_64", "AMD64") or _native() is not None)
     mine = (can, socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text() if can else "")
     all_ranks = [mine] * group.size()
     dist.all_gather_object(all_ranks, mine, group=group)
     return can and all(each == mine for each in all_ranks)
 
 
-class SharedMemoryRanks:
-    """Ranks of one host. Constructed by all of them at once, over a group that can exchange objects."""
+def _native() -> ctypes.CDLL | None:
+    """shared_memory.cpp, if this rank can have it."""
+    native = library(_SOURCE)
+    if isinstance(native, str):
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    native.reduce.argtypes = (pointer, pointer, number, number, number)
+    native.gather.argtypes = (pointer, pointer, pointer, number)
+    native.exchange.argtypes = (pointer,)
+    for function in (native.reduce, native.gather, native.exchange):
+        function.restype = number
+    return native
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+
+class SharedMemoryRanks:
+    """Ranks of one host. Constructed by all of them at once, over a group that can exchange objects.
+
+    Without `allow_native` on any of them, all do without C++.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, allow_native: bool = True) -> None:
         self.rank = group.rank()
         self.size = group.size()
-        counters_bytes = self.size * _COUNTER_STRIDE * 8
-        offset = -(-counters_bytes // 4096) * 4096
+        self._native = _native() if allow_native else None
+        offset = -(-(self.size + 1) * _COUNTER_STRIDE * 8 // 4096) * 4096  # C++ counts sleepers too
         memory = self._map(group, offset + self.size * 2 * _SLOT_BYTES)
         self._counters = memoryview(memory).cast("q")
-        data = torch.frombuffer(memory, dtype=torch.uint8)[offset:]
-        self._slots = data.view(self.size, 2, _SLOT_BYTES)
-        self._operation = 0
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        self._slots = data[offset:].view(self.size, 2, _SLOT_BYTES)
+        numbers = (self.rank, self.size, _SLOT_BYTES, _NATIVE_SPINS if self._spins else 0)
+        self._state = _State(*numbers, data.data_ptr(), self._slots.data_ptr(), 0, 0, 0, -1)
+        self._state_at = ctypes.addressof(self._state)
+        self._reduce_in_graph = self._operator()
+        self._kinds = {dtype: kind for kind, dtype in enumerate(_NATIVE_DTYPES)} if self._native else {}
 
     def _map(self, group: dist.ProcessGroup, size: int) -> mmap.mmap:
         """The same nameless memory in every rank: nothing can be left over, however the run ends."""
@@ -63,12 +105,15 @@ class SharedMemoryRanks:
         if self.rank == 0:
             descriptor = os.memfd_create("tpllama")
             os.posix_fallocate(descriptor, 0, size)
-        places: list[tuple[int, int, set[int]]] = [(0, 0, set())] * self.size
-        dist.all_gather_object(places, (os.getpid(), descriptor, os.sched_getaffinity(0)), group=group)
-        self._pids = [pid for pid, _, _ in places]
+        mine = (os.getpid(), descriptor, os.sched_getaffinity(0), self._native is not None)
+        places = [mine] * self.size
+        dist.all_gather_object(places, mine, group=group)
+        self._pids = [pid for pid, *_ in places]
         # Spinning takes a core from the rank that is waited for, where there are more ranks than cores.
-        self._spins = _SPINS if len(set().union(*(cores for _, _, cores in places))) >= self.size else 0
-        leader_pid, leader_descriptor, _ = places[0]
+        self._spins = _SPINS if len(set().union(*(cores for _, _, cores, _ in places))) >= self.size else 0
+        if not all(is_native for *_, is_native in places):
+            self._native = None
+        leader_pid, leader_descriptor, *_ = places[0]
         if self.rank != 0:
             descriptor = os.open(f"/proc/{leader_pid}/fd/{leader_descriptor}", os.O_RDWR)
         memory = mmap.mmap(descriptor, size)
@@ -76,33 +121,60 @@ class SharedMemoryRanks:
         os.close(descriptor)
         return memory
 
+    def _operator(self) -> Callable[[Tensor, bool], None]:
+        """`_reduce` as one node of a compiled graph, which would end at a function that isn't compiled."""
+        # The first free name: the compiler's cache on disk finds it again.
+        name = next(name for n in count() if not hasattr(torch.ops.tpllama, name := f"reduce_{n}"))
+        this = weakref.proxy(self)
+        self._library = torch.library.Library("tpllama", "FRAGMENT")
+        self._library.define(f"{name}(Tensor(a!) x, bool is_max) -> ()")
+
+        def reduce(x: Tensor, is_max: bool) -> None:
+            this._reduce(x, torch.maximum if is_max else torch.add)
+
+        self._library.impl(name, reduce, "CPU")
+        self._library.impl(name, lambda x, is_max: None, "Meta")
+        return getattr(torch.ops.tpllama, name).default
+
     def sum(self, x: Tensor) -> Tensor:
         return self._reduce(x, torch.add)
 
     def max(self, x: Tensor) -> Tensor:
         return self._reduce(x, torch.maximum)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _reduce(self, x: Tensor, combine: Callable[..., Tensor]) -> Tensor:
-        flat = x.contiguous().view(-1)
-        per_slot = _SLOT_BYTES // flat.element_size()
-        for part in flat.split(per_slot):
+        x = x.contiguous()
+        if torch.compiler.is_compiling():
+            self._reduce_in_graph(x, combine is torch.maximum)
+            return x
+        kind = self._kinds.get(x.dtype)
+        if kind is None or self._native is None:
+            return self._reduce_by_torch(x, combine)
+        self._call(self._native.reduce, x.data_ptr(), x.nbytes, kind, combine is torch.maximum)
+        return x
+
+    def _reduce_by_torch(self, x: Tensor, combine: Callable[..., Tensor]) -> Tensor:
+        flat = x.view(-1)
+        for part in flat.split(_SLOT_BYTES // flat.element_size()):
             messages = self._exchange(part)
             combine(messages[0], messages[1], out=part)
             for message in messages[2:]:
                 combine(part, message, out=part)
-        return flat.view(x.shape)
+        return x
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, x: Tensor) -> Tensor:
-        flat = x.contiguous().view(-1)
-        gathered = torch.empty(self.size, flat.numel(), dtype=x.dtype)
-        per_slot = _SLOT_BYTES // flat.element_size()
-        for start in range(0, flat.numel(), per_slot):
-            part = slice(start, start + per_slot)
-            for row, message in zip(gathered, self._exchange(flat[part]), strict=True):
-                row[part] = message
-        return gathered.view(self.size, *x.shape)
+        x = x.contiguous()
+        gathered = torch.empty(self.size, *x.shape, dtype=x.dtype)
+        if self._native is not None:
+            self._call(self._native.gather, x.data_ptr(), gathered.data_ptr(), x.nbytes)
+            return gathered
+        per_slot = _SLOT_BYTES // x.element_size()
+        parts = gathered.view(self.size, x.numel()).split(per_slot, dim=1)
+        for mine, part in zip(x.view(-1).split(per_slot), parts, strict=True):
+            for row, message in zip(part, self._exchange(mine), strict=True):
+                row.copy_(message)
+        return gathered
 
     def broadcast(self, message: bytes | None) -> bytes:
         received, total = bytearray(), None
@@ -122,31 +194,42 @@ class SharedMemoryRanks:
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
         """Every rank's `part`, as views that are valid until this rank's next operation."""
-        count = part.numel() * part.element_size()
-        self._own_slot()[:count].view(part.dtype).copy_(part)
-        return list(self._enter()[:, :count].view(part.dtype))
+        size = part.nbytes
+        self._own_slot()[:size].view(part.dtype).copy_(part)
+        return list(self._enter()[:, :size].view(part.dtype))
 
     def _own_slot(self) -> Tensor:
-        return self._slots[self.rank, (self._operation + 1) & 1]
+        return self._slots[self.rank, (self._state.operation + 1) & 1]
 
     def _enter(self) -> Tensor:
         """Counts this rank in and waits for all others: their slots of this operation, [size, bytes]."""
-        self._operation += 1
-        counters, operation = self._counters, self._operation
+        if self._native is not None:
+            self._call(self._native.exchange)
+            return self._slots[:, self._state.operation & 1]
+        self._state.operation += 1
+        counters, operation = self._counters, self._state.operation
         counters[self.rank * _COUNTER_STRIDE] = operation
-        for other in self._others:
-            place = other * _COUNTER_STRIDE
-            spins = self._spins
+        for other in range(self.size):
+            place, spins = other * _COUNTER_STRIDE, self._spins
             while counters[place] < operation and spins > 0:
                 spins -= 1
             if counters[place] < operation:
-                self._wait(other, place)
+                self._wait(other, place, operation)
         return self._slots[:, operation & 1]
 
-    def _wait(self, other: int, place: int) -> None:
+    def _call(self, function: Callable[..., int], *arguments: int) -> None:
+        """A function of shared_memory.cpp. While it waits, it returns now and then, to have deaths and Ctrl-C seen."""
+        try:
+            while (late := function(self._state_at, *arguments)) >= 0:
+                self._check_alive(late)
+        except BaseException:  # broken off: the next call begins anew
+            self._state.done, self._state.entered, self._state.late = 0, 0, -1
+            raise
+
+    def _wait(self, other: int, place: int, operation: int) -> None:
         started = checked = time.monotonic()
         sleep_s = _SHORTEST_SLEEP_S
-        while self._counters[place] < self._operation:
+        while self._counters[place] < operation:
             now = time.monotonic()
             if now - started < _YIELD_S:
                 os.sched_yield()
@@ -158,15 +241,10 @@ class SharedMemoryRanks:
                 self._check_alive(other)
 
     def _check_alive(self, other: int) -> None:
-        if not _is_alive(self._pids[other]):
+        """Raises RankLost for a process that is gone, or has ended, but its parent has taken no note of it yet."""
+        try:
+            state = Path(f"/proc/{self._pids[other]}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            state = "X"
+        if state in ("X", "Z"):
             raise RankLost(f"rank {other} is gone")
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended, but whose parent has taken no note of it yet, does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in ("Z", "X")
