@@ -47,7 +47,8 @@ class Answers:
 
     logits: float32 [input + output - 1, vocab], at each token but the last. logprobs: of each output token, from the
     path that generates; None where that isn't another. is_dynamic: activations are quantized as they come. is_plain:
-    nothing is quantized, and one rank's CPU has all.
+    nothing is quantized or compiled, one rank's CPU has all, and rows are enough for the library's kernels.
+    is_cache_quantized: keys and values are, which the engine's path alone has.
     """
 
     input_ids: list[list[int]]
@@ -57,12 +58,15 @@ class Answers:
     texts: list[str] = field(default_factory=list)
     is_dynamic: bool = False
     is_plain: bool = False
+    is_cache_quantized: bool = False
+    tp: int = 1
 
     def tolerance(self, dtype: str) -> Tolerance:
         """What these may differ by from the reference's."""
+        tolerance = _FLIPS if self.is_dynamic else _ROUNDING[dtype]
         if self.is_plain:  # the same kernels in the same order
-            return replace(_ROUNDING["float32"], engine=_ROUNDING[dtype].engine)
-        return _FLIPS if self.is_dynamic else _ROUNDING[dtype]
+            tolerance = replace(_ROUNDING["float32"], engine=tolerance.engine)
+        return replace(tolerance, engine=_FLIPS.engine) if self.is_cache_quantized else tolerance
 
     def save(self, path: str) -> None:
         from safetensors.torch import save_file
@@ -72,12 +76,16 @@ class Answers:
 
     @classmethod
     def load(cls, path: str) -> Answers:
-        from safetensors import safe_open
+        """Raises UserError for a file that `save` didn't write."""
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(path, "pt") as file:
-            words = file.metadata()
-            inputs, outputs = (json.loads(words[name]) for name in ("input_ids", "output_ids"))
-            return cls(inputs, outputs, [file.get_tensor(f"logits.{number}") for number in range(len(inputs))])
+        try:
+            with safe_open(path, "pt") as file:
+                words = file.metadata() or {}
+                inputs, outputs = (json.loads(words[name]) for name in ("input_ids", "output_ids"))
+                return cls(inputs, outputs, [file.get_tensor(f"logits.{number}") for number in range(len(inputs))])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise UserError(f"found {path} without answers ({error}), expected a file of --save-answers") from None
 
     def show(self, cut_len: int) -> None:
         """Prints them in the layout that SGLang's users know."""
@@ -109,6 +117,8 @@ def prompts_of(path: str | None, encode: Callable[[str], list[int]]) -> list[lis
             lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"found {path} unreadable ({error}), expected a text file of prompts") from None
+    if not lines:
+        raise UserError(f"found no prompt in {path}, expected one a line, add some")
     return [_ids(line) or encode(line) for line in lines]
 
 

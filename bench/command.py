@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from record import check_writable
 from shapes import SHAPES, write_config
 
 from tpllama import LLM
@@ -35,7 +36,13 @@ def parser_for(program: str, documentation: str | None) -> Parser:
 
 def run(program: str, parser: Parser, work: Callable[[argparse.Namespace], None]) -> NoReturn:
     """Does the work, with the exit codes of `tpllama`: 0 done, 1 a failure at run time, 2 what the user gave."""
-    end(guarded(program, lambda: work(parser.parse_args()), is_debug="--debug" in sys.argv))
+
+    def parsed() -> None:
+        arguments = parser.parse_args()
+        check_writable(arguments.result_filename)
+        work(arguments)
+
+    end(guarded(program, parsed, is_debug="--debug" in sys.argv))
 
 
 def open_model(arguments: argparse.Namespace, stack: ExitStack, **changed: Any) -> LLM:
@@ -52,3 +59,15 @@ def recipe_options(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]
     """One of a sweep's recipes as LLM's options; with `none`, which may be among them, there is no head to quantize."""
     is_alone = len(arguments.torchao_config) == 1
     return {"torchao_config": recipe, "quantize_lm_head": arguments.quantize_lm_head and (is_alone or recipe != "none")}
+
+
+def count(text: str) -> int:
+    """An argument that counts something."""
+    number = int(text) if text.isdecimal() else 0
+    if not 1 <= number <= 1 << 24:
+        raise argparse.ArgumentTypeError(f"found {text[:20]!r}, expected whole numbers from 1 to {1 << 24}")
+    return number
+
+
+def given(value: int | None, default: int) -> int:
+    return default if value is None else value

@@ -27,14 +27,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from answers import Answers, prompts_of
-from command import open_model, recipe_options
+from command import given, open_model, recipe_options
 from record import append, surroundings
 
 from tpllama import LLM, SamplingParams
 from tpllama.config import UserError
+from tpllama.kernels.small_m import FEW_ROWS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NEW_TOKENS = 32  # long enough for texts that the library's kernels compute, as those of transformers
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -63,24 +69,35 @@ def check(arguments: argparse.Namespace) -> None:
 def answer(arguments: argparse.Namespace, recipe: str) -> Answers:
     """This program's answers, or its scores of somebody's texts."""
     with ExitStack() as stack:
-        changed = {name: getattr(arguments, name) or default
-                   for name, default in (("max_batch_size", 32), ("max_batch_tokens", 512))}  # fmt: skip
+        changed = {"max_batch_size": given(arguments.max_batch_size, 32)}
+        changed["max_batch_tokens"] = given(arguments.max_batch_tokens, 512)
         llm = open_model(arguments, stack, **recipe_options(arguments, recipe), **changed)
         if arguments.continue_answers:
             told = Answers.load(arguments.continue_answers)
             inputs, outputs, logprobs = told.input_ids, told.output_ids, None
         else:
             prompts = prompts_of(arguments.prompt_filename, lambda text: llm.tokenizer.encode(text))
-            params = SamplingParams(max_new_tokens=arguments.output_len[0], logprobs=0, ignore_eos=True)
+            params = SamplingParams(
+                max_new_tokens=(arguments.output_len or [_NEW_TOKENS])[0], logprobs=0, ignore_eos=True
+            )
             written = llm.generate(prompts, params)
             inputs, outputs = prompts, [output.token_ids for output in written]
             logprobs = [[each.logprob for each in output.logprobs or ()] for output in written]
         logits = [llm.logits((ids + new)[:-1])[0] for ids, new in zip(inputs, outputs, strict=True)]
         texts = [text_of(llm, ids + new) for ids, new in zip(inputs, outputs, strict=True)]
-        recipes = [decision.recipe for decision in llm.blueprint.decisions.values() if decision.recipe]
-        is_dynamic = any(each.family.dynamic for each in recipes)
-        is_plain = not recipes and llm.blueprint.tp == 1 and llm.blueprint.device == "cpu"
-        return Answers(inputs, outputs, logits, logprobs, texts, is_dynamic, is_plain)
+        return Answers(inputs, outputs, logits, logprobs, texts, **conditions(llm, logits))
+
+
+def conditions(llm: LLM, logits: list[Tensor]) -> dict[str, Any]:
+    """What an Answers says of how it was computed."""
+    blueprint, engine = llm.blueprint, llm.blueprint.engine
+    recipes = [decision.recipe for decision in blueprint.decisions.values() if decision.recipe]
+    is_alone = blueprint.tp == 1 and blueprint.device == "cpu" and engine.compile != "on"
+    is_long = engine.dtype == "float32" or min(map(len, logits)) > FEW_ROWS["plain"]
+    return {
+        "tp": blueprint.tp, "is_dynamic": any(each.family.dynamic for each in recipes),
+        "is_plain": not recipes and is_alone and is_long, "is_cache_quantized": engine.kv_cache_dtype != "auto",
+    }  # fmt: skip
 
 
 def text_of(llm: LLM, ids: list[int]) -> str:
@@ -104,14 +121,19 @@ def reference(arguments: argparse.Namespace, recipe: str, own: Answers) -> Answe
         env["PYTHONPATH"] = os.pathsep.join([str(here.parent), *filter(None, [env.get("PYTHONPATH")])])
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
-            reason = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()[-1]
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            reason = f"signal {-done.returncode}" if done.returncode < 0 or not said else said[-1]
             kind = UserError if done.returncode == 2 else RuntimeError
             raise kind(f"the reference failed: {reason}")
         return Answers.load(theirs)
 
 
 def _same_flags(arguments: argparse.Namespace, recipe: str) -> Iterator[str]:
-    yield from ("--model", arguments.against_model or arguments.model, "--torchao-config", recipe)
+    if arguments.shape and not arguments.against_model:
+        yield from ("--shape", arguments.shape)
+    else:
+        yield from ("--model", arguments.against_model or arguments.model)
+    yield from ("--torchao-config", recipe)
     for name in ("dtype", "device", "llama_model", "load_format", "seed"):
         value = getattr(arguments, name)
         if value is not None:
@@ -141,7 +163,8 @@ def compare(arguments: argparse.Namespace, recipe: str, own: Answers, other: Ans
         flush=True,
     )
     if arguments.result_filename:
-        facts = {"model": arguments.model, "tp": arguments.tp, "against": arguments.against, "dtype": arguments.dtype,
+        facts = {"model": arguments.shape or arguments.model, "tp": own.tp, "against": arguments.against,
+                 "against_model": arguments.against_model, "device": arguments.device, "dtype": arguments.dtype,
                  **recipe_options(arguments, recipe)}  # fmt: skip
         line = {"bench": "correct", **surroundings(), "run_name": arguments.run_name, **facts, **found}
         append(arguments.result_filename, {**line, "same": within})

@@ -11,11 +11,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tpllama.config import UserError
+
 
 def append(path: str | Path, fields: Mapping[str, Any]) -> None:
     """Adds one JSON line."""
     with Path(path).open("a") as file:
         file.write(json.dumps(fields) + "\n")
+
+
+def check_writable(path: str | Path | None) -> None:
+    """Raises UserError, before any work, where results could not be written."""
+    if path is None:
+        return
+    try:
+        Path(path).open("a").close()
+    except OSError as error:
+        raise UserError(
+            f"found {path} unwritable ({error.strerror}), expected a file that can be appended to, name another"
+        ) from None
 
 
 def surroundings() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from answers import Answers, prompts_of
-from command import parser_for, run
+from command import count, parser_for, run
 
 from tpllama.checkpoint.open import Checkpoint, open_for, overridden
 from tpllama.cli import Parser
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     parser = parser_for("reference_hf", __doc__)
     add = parser.add_argument
-    add("--output-len", "--output", type=int, default=16, metavar="O")
-    add("--cut-len", type=int, default=4, metavar="N", help="tokens of a prompt's first half")
+    add("--output-len", "--output", type=count, default=32, metavar="O")
+    add("--cut-len", type=count, default=4, metavar="N", help="tokens of a prompt's first half")
     add("--prompt-filename", metavar="F", help="one prompt a line, text or a JSON list of token ids")
     add("--save-answers", metavar="F", help="write the numbers to a safetensors file")
     add("--continue-answers", metavar="F", help="score these texts instead of writing own ones")
@@ -44,30 +44,39 @@ def parser() -> Parser:
 def work(arguments: argparse.Namespace) -> None:
     import torch
 
+    from tpllama.start import draw_blueprint
+
     if arguments.shape or arguments.tp not in (None, 1):
         raise UserError("found --shape or --tp, expected neither: transformers computes real weights on one rank")
     engine = EngineConfig(**engine_options(arguments))
     checkpoint = open_for(engine)
     tokenizer = Tokenizer(checkpoint.tokenizer())
-    model = reference_model(engine, checkpoint)
+    blueprint = draw_blueprint(engine, checkpoint)
+    model = reference_model(blueprint, checkpoint)
+    limits = (blueprint.context_length, blueprint.config.vocab_size)
     with torch.inference_mode():
-        answers = answer(model, tokenizer, arguments)
+        answers = answer(model, tokenizer, arguments, limits)
     answers.show(arguments.cut_len)
     if arguments.save_answers:
         answers.save(arguments.save_answers)
 
 
-def answer(model: Any, tokenizer: Tokenizer, arguments: argparse.Namespace) -> Answers:
-    """Greedy texts, or somebody's, with the logits at each place."""
+def answer(model: Any, tokenizer: Tokenizer, arguments: argparse.Namespace, limits: tuple[int, int]) -> Answers:
+    """Greedy texts, or somebody's, with the logits at each place. limits: on length and token ids."""
     import torch
+
+    from tpllama.engine.engine import check_prompt
 
     if arguments.continue_answers:
         told = Answers.load(arguments.continue_answers)
         inputs, outputs = told.input_ids, told.output_ids
     else:
         inputs = prompts_of(arguments.prompt_filename, tokenizer.encode)
-        count, outputs = arguments.output_len, []
+        length, vocab_size = limits
+        outputs = []
         for ids in inputs:
+            check_prompt(ids, length, vocab_size)
+            count = min(arguments.output_len, length - len(ids))
             given = torch.tensor([ids], device=model.device)
             options: dict[str, Any] = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
             new = model.generate(given, attention_mask=torch.ones_like(given), **options)[0, len(ids) :]
@@ -79,13 +88,13 @@ def answer(model: Any, tokenizer: Tokenizer, arguments: argparse.Namespace) -> A
     return Answers(inputs, outputs, logits, None, texts)
 
 
-def reference_model(engine: EngineConfig, checkpoint: Checkpoint) -> Any:
-    """transformers' LlamaForCausalLM with the weights that `engine` asks for."""
+def reference_model(blueprint: Blueprint, checkpoint: Checkpoint) -> Any:
+    """transformers' LlamaForCausalLM with the weights that were asked for."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tpllama.start import draw_blueprint, resolve_device
+    from tpllama.start import resolve_device
 
-    blueprint = draw_blueprint(engine, checkpoint)
+    engine = blueprint.engine
     config = LlamaConfig(**overridden(checkpoint, engine.json_model_override_args))
     config.quantization_config = None
     dtype = blueprint.dtype
@@ -94,13 +103,13 @@ def reference_model(engine: EngineConfig, checkpoint: Checkpoint) -> Any:
     path = checkpoint.path
     is_theirs = path.is_dir() and (path / "config.json").exists() and not checkpoint.quantized
     if path.suffix == ".gguf" and path.is_file():
-        model = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        model = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype)
     elif is_theirs and checkpoint.base_path is None:
         model = LlamaForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     else:
         print(f"(transformers doesn't read the form of {path.name}: read by tpllama, computed by transformers)")
-        model = LlamaForCausalLM(config).to(dtype)
-        model.load_state_dict(plain_weights(blueprint, checkpoint), strict=False)
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+        fill(model, plain_weights(blueprint, checkpoint), set(checkpoint.quantized) | {"lm_head.weight"})
     quantize(model, blueprint, checkpoint)
     return model.eval().to(resolve_device(engine.device))
 
@@ -110,6 +119,13 @@ def plain_weights(blueprint: Blueprint, checkpoint: Checkpoint) -> dict[str, tor
     tied = {"lm_head.weight"} if blueprint.config.tie_word_embeddings else set()
     names = [name for name in blueprint.shapes if name not in checkpoint.quantized and name not in tied]
     return {name: whole(checkpoint, name).to(blueprint.dtype) for name in names}
+
+
+def fill(model: nn.Module, weights: dict[str, torch.Tensor], later: set[str]) -> None:
+    """Loads the weights: all but those that come later, or are the embedding's."""
+    missing, extra = model.load_state_dict(weights, strict=False)
+    if extra or set(missing) - later:
+        raise RuntimeError(f"found weights {extra} and none for {missing}, expected transformers' own names")
 
 
 def whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:

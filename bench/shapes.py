@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def write_checkpoint(folder: Path, fields: dict[str, Any]) -> None:
         tensors = {}
         for name, shape in shapes.items():
             count = math.prod(shape)
-            tensors[name] = tile.repeat(-(-count // tile.numel()))[:count].view(shape).clone()
+            start = zlib.crc32(name.encode()) % tile.numel()  # no two alike: some programs keep equal tensors once
+            tensors[name] = tile.roll(-start).repeat(-(-count // tile.numel()))[:count].view(shape).clone()
         save_file(tensors, folder / shard, {"format": "pt"})
     weight_map = {name: shard for shard, shapes in shards.items() for name in shapes}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -137,7 +137,8 @@ class Profiler:
         for stage in ("prefill", "decode"):
             path = Path(folder) / f"{name}-{stage}.json.gz"
             self._trace([ids[1:] + ids[:1] for ids in prompts], path, stage == "decode")
-            print(f"wrote {path}", flush=True)
+            if path.exists():
+                print(f"wrote {path}", flush=True)
 
     def _trace(self, prompts: Sequence[list[int]], path: Path, is_decode: bool) -> None:
         """A trace of the prompts' steps, or of the first few that follow them."""
@@ -146,7 +147,8 @@ class Profiler:
         self._log.clear()
         pieces = self._llm.pieces([Prompt(ids) for ids in prompts], [params] * len(prompts))
         while is_decode and not any(step.new == len(prompts) for step in self._log.steps):
-            next(pieces)
+            if next(pieces, None) is None:
+                return  # there is no such step
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in pieces:
                 pass

@@ -11,7 +11,7 @@ are greedy and go on to their full length. --shape has a config of that shape an
 same prompts: without prefix caching, then with it.
 
     input, output, total   tokens of all prompts, of all texts, and both, by the time from first to last
-    decode                 new tokens a second while every place is taken by a text and no prompt is computed
+    decode                 new tokens a second of the median step in which every place is taken by a text, and no prompt
     step                   median time of such a step
     python                 of it, what isn't the executor's: scheduling, committing, detokenizing
     broadcast              of it, what the leader takes to tell the other ranks: pickling and sending
@@ -138,6 +138,8 @@ def parser() -> Parser:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises UserError for what can't be measured."""
+    if arguments.shared_prefix < 0:
+        raise UserError(f"found --shared-prefix {arguments.shared_prefix}, expected at least 0")
     for name in ("num_prompts", "input_len", "output_len"):
         if getattr(arguments, name) < 1:
             raise UserError(f"found --{name.replace('_', '-')} {getattr(arguments, name)}, expected at least 1")
@@ -160,6 +162,12 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 def measure_with(llm: LLM, arguments: argparse.Namespace) -> None:
     log = StepLog(llm.engine)
+    longest, limit = (
+        arguments.shared_prefix + arguments.input_len + arguments.output_len,
+        llm.engine.limits.context_length,
+    )
+    if longest > limit:
+        raise UserError(f"found {longest} tokens of prompt and text, expected at most {limit}, lower --output-len")
     facts = describe(arguments, llm)
     print(HEADER)
     for number, concurrency in enumerate(arguments.concurrency):

@@ -84,7 +84,7 @@ def test_a_profile_accounts_for_the_whole_step(tmp_path: Path) -> None:
     assert all(milliseconds > 0 for milliseconds in rows.values())
     assert sum(rows.values()) == pytest.approx(2 * rows["whole"], rel=0.01)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"int8dq-tp2-batch2-input8-{stage}.json.gz" for stage in ("decode", "prefill")
+        f"int8dq-tp2-batch2-input8-output4-{stage}.json.gz" for stage in ("decode", "prefill")
     ]
 
 
@@ -96,6 +96,8 @@ def test_a_profile_accounts_for_the_whole_step(tmp_path: Path) -> None:
         (["--against", "hf"], "--against without --correct"),
         (["--correct", "--against-model", "x"], "--against-model without --against"),
         (["--correct", "--prompt-filename", "/nothing"], "/nothing unreadable"),
+        (["--result-filename", "/nowhere/F"], "/nowhere/F unwritable"),
+        (["--max-batch-size", "0"], "max_batch_size 0"),
     ],
 )
 def test_bad_flags_are_one_line(arguments: list[str], words: str) -> None:

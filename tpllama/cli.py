@@ -28,9 +28,6 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """The program. Exits 0 when done, 1 for a failure at run time, 2 for what the user gave."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by who started us
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     end(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -48,6 +45,9 @@ def run(argv: list[str]) -> int:
 
 def guarded(program: str, work: Callable[[], None], is_debug: bool) -> int:
     """Does the work and returns the program's exit code; what goes wrong is one line on standard error."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if not is_debug:
         quiet_libraries()
     was_interrupted = False

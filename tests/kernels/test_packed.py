@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels.making import DTYPES, ON_CPU, assert_near, make, neutral, tokens_as_seen, values
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor, Int8Tensor, PerRow, PerTensor, quantize_
 from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
@@ -20,7 +21,6 @@ from tpllama.kernels.linear import (
     DequantizingLinear,
     Form,
     PlainLinear,
-    dequantize,
     quantize_dequantize_tokens,
     round_to_float8,
 )
@@ -28,57 +28,9 @@ from tpllama.kernels.pack import choose, form_of, pack, packed_bytes
 from tpllama.quantization.quantize import quantize
 from tpllama.quantization.recipes import RECIPES
 
-ON_CPU = ["none"] + [name for name, each in RECIPES.items() if each is not None and "cpu" in each.family.devices]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Relative RMS: a few roundings of outputs, in float32 those of sums.
-ROUNDING = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 3e-6}
 # Out- and in-features: for the kernels, and with rows no multiple of 16, columns none of 16 or 32.
 SHAPES = [(64, 256), (48, 512), (50, 256), (1, 256), (64, 72), (33, 20), (16, 2)]
 TOKENS = (1, 2, 8, 9, 64)
-
-
-def neutral(name: str, weight: Tensor) -> Any:
-    """The weight under a recipe; plain under `none`, and where its groups don't fit."""
-    recipe = RECIPES[name]
-    if recipe is None or (recipe.group_size and weight.shape[1] % recipe.group_size):
-        return weight
-    return quantize(weight, recipe, slice(0, weight.shape[1]))
-
-
-def make(name: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Any, Tensor]:
-    """A neutral weight and a bias."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(*shape, generator=generator) * (0.2 + torch.rand(shape[0], 1, generator=generator))
-    return neutral(name, weight.to(dtype)), torch.randn(shape[0], generator=generator).to(dtype)
-
-
-def tokens_as_seen(x: Tensor, weight: Any) -> Tensor:
-    """x as the recipe's torchao activation quantization leaves it, in float64."""
-    form = form_of(weight)
-    if not form.dynamic:
-        return x.double()
-    if form.kind == "int8":
-        quantized = Int8Tensor.from_hp(x, PerRow())
-        return quantized.qdata.double() * quantized.scale.double()
-    return _apply_int8_act_asym_per_token_quant_dequant(x).double()
-
-
-def values(weight: Any) -> Tensor:
-    """The weight's values in float64, from its own integers and scales."""
-    match form_of(weight).kind:
-        case "plain":
-            return weight.double()
-        case "int8" | "float8":
-            return weight.qdata.double() * weight.scale.double()
-        case _:
-            return dequantize(weight.to(torch.float32) if hasattr(weight, "target_dtype") else weight).double()
-
-
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1) -> None:
-    assert found.shape == expected.shape
-    error, size = (found.double() - expected).abs(), expected.abs()
-    assert error.pow(2).mean().sqrt() <= times * ROUNDING[dtype] * size.pow(2).mean().sqrt()
-    assert error.max() <= 8 * times * ROUNDING[dtype] * size.max()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -112,7 +64,7 @@ def test_any_leading_dimensions_even_none_and_empty(name: str, shape: tuple[int,
 
 def test_the_kernels_are_chosen_where_they_fit() -> None:
     def chosen(name: str, shape: tuple[int, int], device: str = "cpu") -> type[nn.Module]:
-        return choose(form_of(make(name, shape, torch.bfloat16)[0]), *shape, device)
+        return choose(form_of(make(name, shape, torch.bfloat16)[0]), *shape, device, torch.float32)
 
     assert chosen("none", (64, 256)) is PlainLinear
     assert chosen("int8wo", (33, 20)) is chosen("fp8wo", (64, 256)) is RowScaledLinear
@@ -121,7 +73,7 @@ def test_the_kernels_are_chosen_where_they_fit() -> None:
     assert chosen("int4wo-128", (50, 256)) is chosen("8da4w-64", (50, 256)) is DequantizingLinear
     assert chosen("none", (64, 256), "cuda") is PlainLinear
     assert chosen("int8wo", (64, 256), "cuda") is chosen("int4wo-32", (64, 256), "cuda") is DequantizingLinear
-    assert choose(Form("int4", 16), 64, 256, "cpu") is DequantizingLinear
+    assert choose(Form("int4", 16), 64, 256, "cpu", torch.bfloat16) is DequantizingLinear
 
 
 @pytest.mark.parametrize("name", [name for name in ON_CPU if name.startswith(("int4wo", "8da4w"))])
@@ -253,7 +205,7 @@ def test_packed_bytes_are_those_held(name: str, dtype: torch.dtype, device: str)
     for rows, columns in SHAPES:
         weight, _ = make(name, (rows, columns), dtype)
         form = form_of(weight)
-        packed = choose(form, rows, columns, device).from_neutral(weight, None, None)
+        packed = choose(form, rows, columns, device, dtype).from_neutral(weight, None, None)
         assert packed_bytes(form, rows, columns, dtype, device) == weight_bytes(packed), (rows, columns)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,7 @@ class LLM:
             self._engine.close()
             self._engine = None  # type: ignore[assignment]
             self._preparation.close()
+            gc.collect()  # an engine is part of a cycle, which would keep the weights
 
     def __enter__(self) -> LLM:
         return self
@@ -134,6 +136,7 @@ class LLM:
             self._engine.close()
         self._engine = None  # type: ignore[assignment]
         self._preparation.__exit__(*error)
+        gc.collect()
 
     def _as_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels.linear import AgreeMax, Form, int4_parts, quantize_dequantize_tokens, quantize_tokens
+from tpllama.kernels import small_m
+from tpllama.kernels.linear import (
+    AgreeMax,
+    Form,
+    as_rows,
+    int4_parts,
+    like_rows,
+    quantize_dequantize_tokens,
+    quantize_tokens,
+)
 
 # Up to this many rows the weight-only int8 kernel beats widening the weight first (bench/results, 2 cores).
 _FEW_ROWS = 8
@@ -34,23 +43,27 @@ class RowScaledLinear(nn.Module):
         self.register_buffer("qdata", qdata)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
-        # The int8 kernel: in bfloat16 it reads past rows that are no multiple of 16 long; in float16 it is slow.
+        self.kind: small_m.Kind = "int8" if qdata.dtype == torch.int8 else "float8"
+        # ATen's int8 kernel: in bfloat16 it reads past rows that are no multiple of 16 long; in float16 it is slow.
         self.kernel_fits = qdata.dtype == torch.int8 and qdata.shape[1] % 16 == 0 and scale.dtype != torch.float16
 
     @classmethod
     def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> RowScaledLinear:
-        return cls(weight.qdata, weight.scale.flatten().to(weight.dtype), bias)
+        return cls(weight.qdata.contiguous(), weight.scale.flatten().to(weight.dtype), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if self.kernel_fits and rows.shape[0] <= _FEW_ROWS:
+        rows = as_rows(x)
+        if self.scale.dtype == torch.bfloat16 and small_m.fits(self.kind, rows):
+            y = small_m.linear(self.kind, rows, self.qdata, self.qdata.shape[0], self.scale)
+        elif self.kernel_fits and rows.shape[0] <= _FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows, self.qdata, self.scale)
+        elif self.scale.dtype == torch.bfloat16 and rows.is_cpu and small_m.has("float8"):
+            y = small_m.many_rows(self.kind, rows, self.qdata, self.qdata.shape[0]) * self.scale
         elif x.dtype == torch.float16:  # whose range unscaled sums would leave
             y = torch.mm(rows, (widen(self.qdata, x.dtype) * self.scale[:, None]).t())
         else:
             y = torch.mm(rows, widen(self.qdata, x.dtype).t()) * self.scale
-        y = y if self.bias is None else y + self.bias
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return like_rows(y if self.bias is None else y + self.bias, x)
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -73,10 +86,14 @@ class Int8DynamicLinear(nn.Module):
 
     @classmethod
     def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> Int8DynamicLinear:
-        return cls(weight.qdata, weight.scale.flatten().float(), bias, agree_max)
+        return cls(weight.qdata.contiguous(), weight.scale.flatten().float(), bias, agree_max)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = as_rows(x)
+        if small_m.fits("int8_dynamic", tokens):
+            agreed = None if self.agree_max is None else self.agree_max(small_m.extremes(tokens))
+            y = small_m.linear("int8_dynamic", tokens, self.qdata, self.qdata.shape[0], self.scale, agreed=agreed)
+            return like_rows(y if self.bias is None else y + self.bias, x)
         quantized, token_scale = quantize_tokens(tokens, self.agree_max)
         # ATen's kernel is wrong for a single column.
         is_wide = self.qdata.shape[1] > 1

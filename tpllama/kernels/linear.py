@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpllama.kernels import small_m
+
 AgreeMax = Callable[[Tensor], Tensor]
 Kind = Literal["plain", "int8", "int4", "float8", "other"]
 
@@ -34,6 +36,13 @@ class PlainLinear(nn.Linear):
         if bias is not None:
             linear.bias = nn.Parameter(bias, requires_grad=False)
         return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weight, bias = as_rows(x), self.weight, self.bias
+        if not (small_m.fits("plain", rows) and weight.dtype == torch.bfloat16 and weight.is_contiguous()):
+            return F.linear(x, weight, bias)
+        y = small_m.linear("plain", rows, weight, self.out_features)
+        return like_rows(y if bias is None else y + bias, x)
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -75,6 +84,16 @@ class DequantizingLinear(nn.Module):
         if form.dynamic:  # IntxUnpackedToInt8Tensor: a byte a value, a scale and an integer zero point
             return rows * columns + groups * (dtype.itemsize + 1)
         return rows * columns // 2 + groups * 2 * dtype.itemsize
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., features] as [n, features]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def like_rows(y: Tensor, x: Tensor) -> Tensor:
+    """y [n, features] with the leading dimensions of the x that its rows came from."""
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def dequantize(weight: Any) -> Tensor:

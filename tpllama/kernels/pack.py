@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear
+from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import AgreeMax, DequantizingLinear, Form, PlainLinear
 
-PackedLinear = PlainLinear | DequantizingLinear | RowScaledLinear | Int8DynamicLinear | Int4Linear
+PackedLinear = PlainLinear | DequantizingLinear | RowScaledLinear | Int8DynamicLinear | Int4Linear | OwnInt4Linear
 
 
-def choose(form: Form, rows: int, columns: int, device: str) -> type[PackedLinear]:
-    """The packed linear for a local weight [rows, columns]."""
+def choose(form: Form, rows: int, columns: int, device: str, dtype: torch.dtype) -> type[PackedLinear]:
+    """The packed linear for a local weight [rows, columns] of a model in `dtype`."""
     if form.kind == "plain":
         return PlainLinear
     if device == "cpu":
@@ -24,6 +25,8 @@ def choose(form: Form, rows: int, columns: int, device: str) -> type[PackedLinea
             return RowScaledLinear
         if form.kind == "int8":
             return Int8DynamicLinear
+        if form.kind == "int4" and OwnInt4Linear.fits(form.group_size, columns, dtype):
+            return OwnInt4Linear
         if form.kind == "int4" and Int4Linear.fits(rows, columns, form.group_size):
             return Int4Linear
     return DequantizingLinear
@@ -35,8 +38,9 @@ def pack(weight: Tensor, bias: Tensor | None, device: str, agree_max: AgreeMax |
     agree_max: for a weight split by columns, the maximum over its ranks; dynamic activations take their range
     from the whole token then, as they would on one rank.
     """
-    form = form_of(weight)
-    return choose(form, *weight.shape, device).from_neutral(weight, bias, agree_max if form.dynamic else None)  # type: ignore[call-arg]
+    form, (rows, columns) = form_of(weight), weight.shape
+    chosen = choose(form, rows, columns, device, weight.dtype)
+    return chosen.from_neutral(weight, bias, agree_max if form.dynamic else None)
 
 
 def form_of(weight: Tensor) -> Form:
@@ -58,4 +62,4 @@ def form_of(weight: Tensor) -> Form:
 
 def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype, device: str) -> int:
     """Bytes that a packed weight [rows, columns] holds."""
-    return choose(form, rows, columns, device).packed_bytes(form, rows, columns, dtype)
+    return choose(form, rows, columns, device, dtype).packed_bytes(form, rows, columns, dtype)
