@@ -2,35 +2,44 @@
 
     python bench/compare.py [--list] [--peers llamacpp vllm ..] [--precisions bf16 int8 int4] [--prefill 128 512]
         [--decode 1 8 32] [--prompt-len 32] [--new-tokens 32] [--rounds 3] [--threads 2] [--model DIR | --shape 1b]
-        [--recipes R ..] [--tp 1 2] [--heads plain quantized] [--result-filename F]
+        [--recipes R ..] [--tp 1 2] [--heads plain quantized] [--markdown] [--result-filename F]
+    python bench/compare.py --from F [--started S] [--markdown]     prints the tables of a run, by default F's last
 
 Each peer lives in its own environment under ${TPLLAMA_PEERS:-~/.cache/tpllama-peers}, made by peers/setup_NAME.sh, and
 is measured by peers/measure_NAME.py; one that is absent is skipped by name. tpllama is measured by latency.py: each
 recipe of the precision, with and without --quantize-lm-head, on each placement of the threads (TP x threads a rank).
 
 Within a round every contestant runs once, in fresh processes, one after another; the rounds follow each other, so that
-what the machine does meanwhile hits all alike. A contestant that gave no figure in a round is out.
+what the machine does meanwhile hits all alike. A contestant that gave no figure in a round is out, and a recipe
+without a figure in every round is neither anybody's best nor divided.
 
-    prefill N   tokens of one prompt of N, by the seconds until its first new token
-    decode xB   tokens of B texts that go on after prompts of --prompt-len, by the seconds of a step
+    prefill N   tokens of one prompt of N, by the seconds until its first new token, the median of 3 repetitions
+    decode xB   tokens of B texts that go on after prompts of --prompt-len, by the seconds of a step, the median of the
+                --new-tokens - 1 steps of one run (llama.cpp, which times them together: the mean)
     ratio       tpllama's best candidate to the peer's best recipe, in each round: median (lowest to highest). Best is
-                the highest median; only candidates whose output head is quantized if the peer's is are compared
+                the highest median; only candidates whose output head is quantized if the peer's is are compared. Where
+                that candidate isn't the one of tpllama's own column its speed follows, "of X"; "no like head": none is
+
+A best is chosen on the rounds that it is judged by, which flatters whoever has more candidates: of equals with 5 %
+noise, the best of 6 is to a single one as 1.037 to 1 (simulated, 3 rounds). Both sides choose by the same rule.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import time
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from peers.contest import Contestant, Ours, Peer
 from peers.model import SHAPES, shared_model
-from peers.ratios import OURS, Measurement, Sizes, ratios
+from peers.ratios import Measurement, Results, Sizes, Workload
+from peers.results import Log, saved_run
 from peers.table import details, table
-from record import append, surroundings
+from record import check_writable
 
 from tpllama.cli import Parser, end, guarded
 from tpllama.config import UserError
@@ -58,9 +67,12 @@ def parser() -> Parser:
     add("--recipes", nargs="*", metavar="R", help="tpllama's, of those that a precision has; none: peers alone")
     add("--tp", type=_count, nargs="+", default=[1, 2])
     add("--heads", nargs="+", choices=("plain", "quantized"), default=["plain", "quantized"])
-    add("--timeout-s", type=float, default=900, help="of one contestant in one round, or of preparing it")
+    add("--timeout-s", type=_seconds, default=900.0, help="of one contestant in one round, or of preparing it")
     add("--workers", type=Path, default=HERE / "peers", metavar="DIR", help="where the measure_NAME.py are")
     add("--latency", type=Path, default=HERE / "latency.py", metavar="FILE", help="what measures tpllama")
+    add("--markdown", action="store_true", help="the last table is in Markdown, with tpllama's recipes")
+    add("--from", type=Path, dest="saved", metavar="F", help="measure nothing, print the tables of a run in this file")
+    add("--started", metavar="S", help="with --from: that run, as its lines name it")
     add("--result-filename", type=Path, metavar="F", help="JSON lines are appended to it")
     return parser
 
@@ -71,7 +83,23 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text[:20]!r}, expected a number of seconds above 0")
+    return number
+
+
 def work(arguments: argparse.Namespace) -> None:
+    if arguments.saved:
+        print_saved(arguments.saved, arguments.started, arguments.markdown)
+        return
+    if arguments.started:
+        raise UserError("found --started without --from, expected both, name the file")
+    signal.signal(signal.SIGTERM, _terminate)
     scripts = {path.stem.removeprefix("measure_"): path for path in sorted(arguments.workers.glob("measure_*.py"))}
     names = list(scripts) if arguments.peers is None else arguments.peers
     if unknown := [name for name in names if name not in scripts]:
@@ -87,16 +115,40 @@ def work(arguments: argparse.Namespace) -> None:
     ]  # fmt: skip
     skipped = {peer.name: reason for peer in peers if (reason := peer.missing())}
     present = [peer for peer in peers if peer.name not in skipped]
-    log = Log(arguments, {"skipped": skipped})
+    log = Log(arguments, skipped)
     sizes = Sizes(arguments.prefill, arguments.decode, arguments.prompt_len, arguments.new_tokens)
     found: list[Measurement] = []
     for precision in arguments.precisions:
         contestants: list[Contestant] = [*candidates(arguments, precision, model), *present]
         found += compare(contestants, precision, sizes, arguments.rounds, log)
-    print("\nbest tokens per second; after a peer's, tpllama's ratio to it: median (lowest to highest round)")
-    print("\n".join(table(found, arguments.precisions, sizes.workloads)))
-    for name, reason in [*skipped.items(), *log.out.items()]:
+    results = Results(found, arguments.rounds)
+    print_table(results, arguments.precisions, sizes.workloads, skipped | log.out, arguments.markdown)
+
+
+def _terminate(*_: object) -> NoReturn:
+    """Ends by way of every `finally`, so that what was started ends too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def print_table(
+    results: Results, precisions: Sequence[str], workloads: Sequence[Workload], out: Mapping[str, str], markdown: bool
+) -> None:
+    """Raises RuntimeError, at the end, where there is no figure at all."""
+    print("\nbest tokens per second; after a peer's, tpllama's ratio to it: median (lowest to highest round)\n")
+    print("\n".join(table(results, precisions, workloads, markdown)) + "\n")
+    for name, reason in out.items():
         print(f"skipped {name}: {reason}")
+    if not any(each.tokens_per_s for each in results.found):
+        raise RuntimeError("nothing was measured, expected at least one contestant with a figure")
+
+
+def print_saved(path: Path, started: str | None, markdown: bool) -> None:
+    run = saved_run(path, started)
+    print("{model} on {cpu}, threads {threads}, rounds {rounds}, {started}".format(**run.facts))
+    for precision in run.precisions:
+        print("\n".join(details(run.results, precision, run.workloads)))
+    print_table(run.results, run.precisions, run.workloads, run.out, markdown)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -112,8 +164,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise UserError(f"found --recipes {' '.join(unknown)}, expected some of {', '.join(known)}")
     if arguments.model and not (arguments.model / "config.json").exists():
         raise UserError(f"found no config.json in --model {arguments.model}, expected a checkpoint's directory")
-    if arguments.result_filename and not arguments.result_filename.absolute().parent.is_dir():
-        raise UserError(f"found --result-filename {arguments.result_filename}, expected a file in a directory there is")
+    check_writable(arguments.result_filename)
 
 
 def candidates(arguments: argparse.Namespace, precision: str, model: Path) -> Iterator[Ours]:
@@ -126,40 +177,6 @@ def candidates(arguments: argparse.Namespace, precision: str, model: Path) -> It
                 yield Ours(
                     arguments.latency, model, recipe, head == "quantized", tp, arguments.threads, arguments.timeout_s
                 )
-
-
-class Log:
-    """Prints what happens and, where a file is wanted, appends it as JSON lines."""
-
-    def __init__(self, arguments: argparse.Namespace, facts: dict[str, Any]) -> None:
-        self.path: Path | None = arguments.result_filename
-        same = ("threads", "rounds", "prompt_len", "new_tokens")
-        model = str(arguments.model) if arguments.model else arguments.shape
-        started = time.strftime("%Y-%m-%dT%H:%M:%S")
-        self.facts = {"bench": "compare", "started": started, "model": model, **surroundings(), **facts}
-        self.out: dict[str, str] = {}
-        self.facts |= {name: getattr(arguments, name) for name in same}
-
-    def write(self, what: str, **fields: Any) -> None:
-        if self.path:
-            append(self.path, {**self.facts, "what": what, **fields})
-
-    def leaves(self, name: str, precision: str, reason: str) -> None:
-        """A contestant is out at a precision."""
-        self.out[f"{name} at {precision}"] = reason
-        print(f"  {name} is out: {reason}", flush=True)
-        self.write("out", precision=precision, contestant=name, error=reason)
-
-    def measured(self, name: str, each: Measurement) -> None:
-        speed = each.error or f"{each.tokens_per_s:.2f} token/s"
-        who = name if each.peer == OURS or not each.recipe else f"{name}: {each.recipe}"
-        print(f"  round {each.round}, {who}, {each.workload or 'no figure'}: {speed}", flush=True)
-        shape = vars(each.workload) if each.workload else {}
-        same = {"round": each.round, "peer": each.peer, "precision": each.precision, "recipe": each.recipe}
-        self.write(
-            "measurement", **same, head_quantized=each.head_quantized, **shape, tokens_per_s=each.tokens_per_s,
-            error=each.error, fields=each.fields,
-        )  # fmt: skip
 
 
 def compare(
@@ -185,9 +202,10 @@ def compare(
                 reason = next((one.error for one in taken if one.error), None)
                 log.leaves(each.name, precision, reason or "printed no figure")
                 taking_part.remove(each)
-    print("\n".join(details(found, precision, sizes.workloads)), flush=True)
+    results = Results(found, rounds)
+    print("\n".join(details(results, precision, sizes.workloads)), flush=True)
     for workload in sizes.workloads:
-        for ratio in ratios(found, precision, workload):
+        for ratio in results.ratios(precision, workload):
             log.write("ratio", precision=precision, **vars(workload), **vars(ratio))
     return found
 

@@ -19,25 +19,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import append, surroundings
+from machine_ranks import Workers, clean_environment, cores_for, on_cores
+from record import append, check_writable, surroundings
 
 _LONGEST_READ = 1 << 30  # more bytes a rank take longer and tell nothing new
-_SHORTEST_PASS_S, _FEWEST_PASSES = 0.02, 3
-_LEAD_S = 0.0005  # from an order to its start, so that every rank has it by then
-_END_S = 5.0
-# What torchrun tells its ranks is not for the processes that a rank starts.
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "OMP_NUM_THREADS")
+_MOST_PROCESSES = 1024
 
 
 def read_bandwidth(
@@ -65,11 +59,11 @@ def allreduce_us(ranks: int) -> dict[str, float] | None:
     """Median microseconds of a sum of 4 KiB over ranks on this host's CPUs, by the way they talk; None for one."""
     if ranks < 2:
         return None
-    with tempfile.TemporaryDirectory() as folder, _on_cores(_cores(ranks)):
+    with tempfile.TemporaryDirectory() as folder, on_cores(cores_for(ranks)):
         result = Path(folder) / "result"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         script = [str(Path(__file__).with_name("allreduce.py")), "--result-filename", str(result)]
-        done = subprocess.run([*launch, *script], env=_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run([*launch, *script], env=clean_environment(), capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"bench/allreduce.py ended with {done.returncode}: {done.stderr.strip()[-500:]}")
         records = [json.loads(line) for line in result.read_text().splitlines()]
@@ -77,12 +71,21 @@ def allreduce_us(ranks: int) -> dict[str, float] | None:
 
 
 def measured_bytes(bytes_per_rank: int, ranks: int, device: str = "cpu") -> int:
-    """What a rank reads for so many bytes: at most 1 GiB if caches are small beside it, and half of what is free."""
+    """What a rank reads for so many bytes: at most 1 GiB if caches are small beside it, and half of what is free.
+
+    Of a GPU's free memory a quarter, as its ranks copy what they read.
+    """
     largest = max(_LONGEST_READ, 4 * last_level_cache_bytes() // ranks)
     if device == "cpu":
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
         largest = min(largest, free // 2 // ranks)
+    else:
+        import torch
+
+        count = torch.cuda.device_count()
+        free = min(torch.cuda.mem_get_info(number)[0] for number in range(min(ranks, count)))
+        largest = min(largest, free // 4 // -(-ranks // count))
     return min(bytes_per_rank, largest)
 
 
@@ -96,112 +99,9 @@ def last_level_cache_bytes() -> int:
     return sum(size for (level, _), size in sizes.items() if level == last)
 
 
-class Workers:
-    """A process for each rank, which do a job's works at the same time, on request. They end when this one does."""
-
-    def __init__(self, job: str, ranks: int, threads: int, device: str, size: int = 0) -> None:
-        cores = _cores(ranks * threads)
-        share = len(cores) // ranks
-        self._processes: list[subprocess.Popen[str]] = []
-        with ExitStack() as stack:
-            for rank in range(ranks):
-                mine = cores[rank * share :][:share][:threads] or cores
-                order = {"job": job, "rank": rank, "cores": mine, "threads": threads, "device": device, "size": size}
-                self._processes.append(_start(order))
-                stack.callback(_end, self._processes[-1])
-            for process in self._processes:  # each has its memory then
-                self.amounts: dict[str, float] = json.loads(_answer(process))
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def rates(self, work: str, seconds: float) -> list[float]:
-        """Amounts a second of all ranks together, for each of the passes of that time."""
-        self._pass(work, 1)  # warms up
-        repeats = math.ceil(_SHORTEST_PASS_S / self._pass(work, 1))
-        amount = self.amounts[work] * repeats * len(self._processes)
-        passes: list[float] = []
-        end = time.perf_counter() + seconds
-        while len(passes) < _FEWEST_PASSES or time.perf_counter() < end:
-            passes.append(amount / self._pass(work, repeats))
-        return passes
-
-    def _pass(self, work: str, repeats: int) -> float:
-        """Seconds from the first rank's start to the last one's end."""
-        order = f"{work} {repeats} {time.perf_counter() + _LEAD_S}\n"
-        for process in self._processes:
-            with suppress(BrokenPipeError):  # the answer will tell
-                assert process.stdin is not None
-                process.stdin.write(order)
-                process.stdin.flush()
-        times = [tuple(map(float, _answer(process).split())) for process in self._processes]
-        return max(end for _, end in times) - min(start for start, _ in times)
-
-
-def _start(order: Mapping[str, Any]) -> subprocess.Popen[str]:
-    """A worker, in a session of its own, so that a terminal's signals leave it to end with its input."""
-    command = [sys.executable, str(Path(__file__).with_name("machine_worker.py")), json.dumps(order)]
-    return subprocess.Popen(
-        command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def _answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a process of bench/machine.py ended with exit code {process.wait()}")
-    return line
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    try:
-        process.communicate(timeout=_END_S)  # closes its input, and so it ends
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-
-
-def _environment() -> dict[str, str]:
-    environment = {
-        name: value for name, value in os.environ.items()
-        if not (name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_") or name.endswith(("_RANK", "_WORLD_SIZE")))
-    }  # fmt: skip
-    paths = (str(Path(__file__).parents[1]), environment.get("PYTHONPATH", ""))
-    return environment | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
-@contextmanager
-def _on_cores(cores: Iterable[int]) -> Iterator[None]:
-    """Pins this thread, and what it starts, for a while."""
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
-
-
-def _cores(needed: int) -> list[int]:
-    """This process's cores, or all that the kernel gives out if those are too few: it may be a pinned rank."""
-    cores = os.sched_getaffinity(0)
-    if len(cores) < needed:
-        with _on_cores(range(os.sysconf("SC_NPROCESSORS_CONF"))):
-            cores = os.sched_getaffinity(0)
-    return sorted(cores)
-
-
 def measure_all(arguments: argparse.Namespace) -> None:
-    from tpllama.config import UserError
-
     ranks, threads, device = arguments.ranks, arguments.threads, arguments.device
-    for name in ("ranks", "threads", "bytes"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"found --{name} {getattr(arguments, name)}, expected at least 1")
+    check(arguments)
     size, cache = measured_bytes(arguments.bytes, ranks, device), last_level_cache_bytes() if device == "cpu" else 0
     reader, passes = read_rates(size, ranks, threads, device, arguments.seconds)
     matmul = matmul_rates(ranks, threads, device, arguments.seconds)
@@ -216,6 +116,23 @@ def measure_all(arguments: argparse.Namespace) -> None:
     report(record)
     if arguments.result_filename:
         append(arguments.result_filename, record)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for what can't be measured; says so where threads have to take turns."""
+    from tpllama.config import UserError
+    from tpllama.start import resolve_device
+
+    for name, most in (("ranks", _MOST_PROCESSES), ("threads", _MOST_PROCESSES), ("bytes", 1 << 60)):
+        if not 1 <= (given := getattr(arguments, name)) <= most:
+            raise UserError(f"found --{name} {given}, expected 1 to {most}")
+    if not 0 < arguments.seconds < math.inf:
+        raise UserError(f"found --seconds {arguments.seconds:g}, expected a number above 0")
+    resolve_device(arguments.device)
+    check_writable(arguments.result_filename)
+    wanted, cores = arguments.ranks * arguments.threads, len(cores_for(arguments.ranks * arguments.threads))
+    if arguments.device == "cpu" and wanted > cores:
+        print(f"note: {wanted} threads take turns on {cores} cores", file=sys.stderr)
 
 
 def report(record: Mapping[str, Any]) -> None:

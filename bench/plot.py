@@ -4,20 +4,22 @@
     python bench/plot.py throughput --results bench/results/throughput.jsonl --run-name S --out throughput.svg
         [--where FIELD=VALUE ...]
 
-latency has a bar for each recipe and number of ranks, and a panel for each shape of request. throughput has a line
-for each recipe, number of ranks and whatever else differs, by how many requests run at once. Lines of the same
-measurement are one point, their median. A chart is of one model on one machine: --where chooses where a run has more.
-The same results make the same file.
+latency has a bar for each recipe and number of ranks, and a panel for each shape of request; other settings have to
+be the same in all lines. throughput has a line for each recipe, number of ranks and whatever else differs, by how many
+requests run at once. Lines of the same measurement are one point, their median. A chart is of one model on one machine:
+--where chooses where a run has more. The same results make the same file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from plot_records import PANEL, Record, check_same, check_settings, distinct, read
 
 from tpllama.cli import Parser, end, guarded
 from tpllama.config import UserError
@@ -25,8 +27,6 @@ from tpllama.config import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Record = dict[str, Any]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")  # Okabe and Ito's
 STROKES = ("-", "--", ":", "-.")
@@ -39,7 +39,6 @@ STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
 }  # fmt: skip
 ONE_CHART = ("model", "device", "cpu", "dtype")
-PANEL = ("batch_size", "input_len", "output_len")
 # What tells lines of throughput apart, beside recipe and ranks, with the words for it.
 VARIANTS: dict[str, dict[Any, str]] = {
     "quantize_lm_head": {True: "with lm_head"}, "batch_invariant": {True: "batch-invariant"},
@@ -48,52 +47,9 @@ VARIANTS: dict[str, dict[Any, str]] = {
 }  # fmt: skip
 
 
-def read(path: Path, run_name: str, where: Sequence[str]) -> list[Record]:
-    """The run's records that have these values."""
-    wanted = {"run_name": run_name} | dict(map(_condition, where))
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"found no readable {path} ({error.strerror}), expected the results of a bench") from None
-    records = [record for line in lines if line.strip() and _fits(record := _parse(line, path), wanted)]
-    if not records:
-        conditions = " ".join(f"{field}={value}" for field, value in wanted.items())
-        raise UserError(f"found nothing with {conditions} in {path}, expected at least one line")
-    return records
-
-
-def _parse(line: str, path: Path) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise UserError(f"found {line[:40]!r} in {path}, expected a JSON object on each line")
-    return record
-
-
-def _condition(text: str) -> tuple[str, str]:
-    field, separator, value = text.partition("=")
-    if not separator:
-        raise UserError(f"found --where {text!r}, expected FIELD=VALUE, as in model=1b")
-    return field, value
-
-
-def _fits(record: Record, wanted: dict[str, str]) -> bool:
-    return all(str(record.get(field)) == value for field, value in wanted.items())
-
-
-def distinct(records: Iterable[Record], *fields: str) -> list[tuple[Any, ...]]:
-    """Each combination of values once, in the order of the file."""
-    return list(dict.fromkeys(tuple(record.get(field) for field in fields) for record in records))
-
-
 def title(records: list[Record], what: str) -> str:
-    """What, of which model, where and when; what a chart can't have two of is an error."""
-    for field in ONE_CHART:
-        if len(values := distinct(records, field)) > 1:
-            found = ", ".join(str(value) for (value,) in values)
-            raise UserError(f"found several values of {field}, {found}, expected one, choose by --where {field}=...")
+    """What, of which model, where and when."""
+    check_same(records, ONE_CHART)
     model, device, cpu, dtype = (records[0].get(field) for field in ONE_CHART)
     dates = sorted({str(record["date"]) for record in records})
     machine = cpu if device == "cpu" else f"{device}, {cpu}"
@@ -109,6 +65,8 @@ def recipe(record: Record) -> str:
 
 
 def latency(records: list[Record]) -> Figure:
+    check_same(records, ONE_CHART)
+    check_settings(records)
     panels = sorted(distinct(records, *PANEL))
     if len(panels) > MOST_PANELS:
         shapes = f"{len(panels)} shapes of request"
@@ -222,7 +180,9 @@ def draw(arguments: argparse.Namespace) -> None:
     out = Path(arguments.out)
     if out.suffix not in (".svg", ".png"):
         raise UserError(f"found --out {out}, expected a name that ends with .svg or .png")
-    records = read(Path(arguments.results), arguments.run_name, arguments.where)
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"found --out {out} unwritable, expected a file in a folder there is, name another")
+    records = read(Path(arguments.results), arguments.chart, arguments.run_name, arguments.where)
     try:
         import matplotlib
     except ImportError:

@@ -127,9 +127,9 @@ def parser() -> Parser:
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """What is measured, in order. Raises UserError for what can't be asked for."""
-    for name in ("tokens", "texts", "batch_size"):
-        if getattr(arguments, name) < 2:
-            raise UserError(f"found --{name.replace('_', '-')} {getattr(arguments, name)}, expected at least 2")
+    for name, least in (("tokens", 2), ("texts", 1), ("batch_size", 1)):  # a text's first token has no probability
+        if getattr(arguments, name) < least:
+            raise UserError(f"found --{name.replace('_', '-')} {getattr(arguments, name)}, expected at least {least}")
     if arguments.torchao_config != "none":
         raise UserError(f"found --torchao-config {arguments.torchao_config}, expected recipes, give --recipes instead")
     if arguments.tps and arguments.tp:

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +49,9 @@ recipe, head, tp = listed("--torchao-config")[0], "--quantize-lm-head" in sys.ar
 name = recipe + "+head" * head + "@" + tp
 decodes = listed("--output-len") != ["1"]
 number = turn("tpllama " + name + " decode" * decodes)
+assert listed("--repeat") == (["1"] if decodes else ["3"])
+if number >= len(SPEEDS[name]):
+    sys.exit("out of luck")
 with open(listed("--result-filename")[0], "a") as file:
     for batch in listed("--batch-size"):
         for length in listed("--input-len"):
@@ -78,18 +84,25 @@ class Bench:
     def ours(self, speeds: Speeds) -> None:
         (self.folder / "latency.py").write_text(f"{FAKE}\nSPEEDS = {speeds!r}\n{LATENCY}")
 
-    def run(self, *arguments: str, code: int = 0) -> tuple[str, list[dict[str, Any]]]:
-        """What is printed, and the records."""
-        result = self.folder / "result.jsonl"
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.jsonl"
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         fakes = ["--workers", str(self.folder), "--latency", str(self.folder / "latency.py")]
         command = [sys.executable, str(ROOT / "bench/compare.py"), *fakes, "--model", str(self.folder)]
-        done = subprocess.run(
-            [*command, "--result-filename", str(result), *arguments], capture_output=True, text=True, timeout=60,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TPLLAMA_PEERS": str(self.folder)}, check=False,
+        return subprocess.Popen(
+            [*command, "--result-filename", str(self.result), *arguments], stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TPLLAMA_PEERS": str(self.folder)},
         )  # fmt: skip
-        assert done.returncode == code, done.stdout + done.stderr
-        records = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
-        return done.stdout + done.stderr, records
+
+    def run(self, *arguments: str, code: int = 0) -> tuple[str, list[dict[str, Any]]]:
+        """What is printed, and the records."""
+        process = self.start(*arguments)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == code, said
+        return said, [json.loads(line) for line in self.result.read_text().splitlines()] if self.result.exists() else []
 
     def turns(self) -> list[str]:
         return (self.folder / "turns").read_text().split("\n")[:-1]
@@ -135,9 +148,101 @@ def test_heads_are_compared_with_their_like(bench: Bench) -> None:
     bench.ours({"int8dq@1": [10.0], "int8dq+head@1": [12.0]})
     bench.peer("plain", {"r": [5.0]})
     bench.peer("quantized", {"r, head too": [6.0]})
-    _, records = bench.run(*INT8, "--heads", "plain", "quantized", "--decode", "--rounds", "1")
+    said, records = bench.run(*INT8, "--heads", "plain", "quantized", "--decode", "--rounds", "1")
     ours = {record["peer"]: (record["ours"], record["median"]) for record in records if record["what"] == "ratio"}
     assert ours == {"plain": ("int8dq, TP 1 x 2", 2.0), "quantized": ("int8dq + head, TP 1 x 2", 2.0)}
+    row = "int8 prefill 128  12.0     5.0: 2.00 (2.00 to 2.00) of 10.0  6.0: 2.00 (2.00 to 2.00)"
+    assert row in said  # plain's was not divided into the 12.0
+
+
+def test_without_a_like_head_nothing_is_divided(bench: Bench) -> None:
+    bench.ours({"int8dq@1": [10.0]})
+    bench.peer("quantized", {"r, head too": [6.0]})
+    said, records = bench.run(*INT8, "--decode", "--rounds", "1")
+    assert not [record for record in records if record["what"] == "ratio"]
+    assert "tpllama / quantized: nothing of tpllama in all rounds has a head kept like that of r, head too" in said
+    assert "int8 prefill 128  10.0     6.0: no like head" in said
+
+
+def test_a_lucky_round_before_a_crash_does_not_count(bench: Bench) -> None:
+    bench.ours({"int8dq@1": [10.0, 10.0], "int8dq@2": [99.0]})
+    bench.peer("a", {"lucky": [99.0, 0.0], "steady": [5.0, 5.0]})
+    bench.peer("b", {"r": [99.0]})
+    said, records = bench.run(*INT8, "--tp", "1", "2", "--decode", "--rounds", "2")
+    (ratio,) = (record for record in records if record["what"] == "ratio")
+    assert (ratio["peer"], ratio["ours"], ratio["theirs"], ratio["median"]) == ("a", "int8dq, TP 1 x 2", "steady", 2.0)
+    assert "99.00   tpllama: int8dq, TP 2 x 1   (1 of 2 rounds, so it doesn't count)" in said
+    row = "int8 prefill 128  10.0     5.0: 2.00 (2.00 to 2.00)  (1 of 2 rounds)"
+    assert row in said
+
+
+def test_a_saved_run_prints_its_tables_again(bench: Bench) -> None:
+    bench.ours({"int8dq@1": [10.0], "int8dq+head@1": [12.0]})
+    bench.peer("plain", {"r": [5.0]})
+    bench.peer("absent", {}, is_set_up=False)
+    said, records = bench.run(*INT8, "--heads", "plain", "quantized", "--decode", "--rounds", "1")
+    table = said[said.index("int8: every recipe") :]
+    with bench.result.open("a") as file:
+        file.writelines(json.dumps({**record, "started": "later", "skipped": {}}) + "\n" for record in records[:1])
+    started = records[0]["started"]
+    again, _ = bench.run("--from", str(bench.result), "--started", started)
+    assert again == f"{bench.folder} on {records[0]['cpu']}, threads 2, rounds 1, {started}\n{table}"
+    last, _ = bench.run("--from", str(bench.result), "--markdown")
+    assert "|  | tpllama |\n| --- | ---: |\n| int8 prefill 128 | 10.0 (int8dq, TP 1 x 2) |\n" in last
+    markdown, _ = bench.run("--from", str(bench.result), "--started", started, "--markdown")
+    cells = "12.0 (int8dq + head, TP 1 x 2) | 5.0: 2.00 (2.00 to 2.00) of 10.0 (int8dq, TP 1 x 2)"
+    assert f"|  | tpllama | plain |\n| --- | ---: | ---: |\n| int8 prefill 128 | {cells} |\n" in markdown
+    for arguments, reason in (
+        (("--started", "never"), f"found runs of {started}, later in {bench.result}, expected never"),
+        (("--from", str(bench.folder / "latency.py")), "unreadable"),
+    ):
+        refused, _ = bench.run("--from", str(bench.result), *arguments, code=2)
+        assert reason in refused
+        assert refused.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("--latency", "/nowhere.py", "--peers"), ("--recipes", "--peers")])
+def test_without_any_figure_it_fails(bench: Bench, arguments: tuple[str, ...]) -> None:
+    bench.ours({})
+    said, _ = bench.run(*INT8, "--decode", *arguments, code=1)
+    assert said.splitlines()[-1].startswith("compare: error: nothing was measured, expected")
+
+
+@pytest.mark.parametrize("is_peer", [False, True])
+def test_a_terminated_comparison_leaves_nothing_running(bench: Bench, is_peer: bool) -> None:
+    waits = "import os, time\n(folder / 'pid').write_text(str(os.getpid()) + '.')\ntime.sleep(99)"
+    (bench.folder / "latency.py").write_text(f"{FAKE}\n{waits}")
+    bench.peer("waits", {}, waits)
+    process = bench.start(*INT8, "--decode", *(("--recipes",) if is_peer else ("--peers",)))
+    pid = bench.folder / "pid"
+    while not pid.exists() or not pid.read_text().endswith("."):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert not psutil.pid_exists(int(pid.read_text()[:-1]))
+
+
+def test_what_a_peer_prints_may_be_no_text(bench: Bench) -> None:
+    bench.ours({"int8dq@1": [1.0]})
+    worker = "sys.stdout.buffer.write(b'\\xff\\n')\nsys.stderr.buffer.write(b'\\xfe')\n"
+    bench.peer("binary", {}, worker + "'--prepare' in sys.argv or sys.exit(3)")
+    said, _ = bench.run(*INT8, "--decode", "--rounds", "1")
+    assert "binary is out: exit code 3: \N{REPLACEMENT CHARACTER}" in said
+
+
+def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
+    made_whole = run_path(str(ROOT / "bench/peers/peer_frame.py"))["made_whole"]
+    folder = tmp_path / "models/int4"
+    with pytest.raises(ZeroDivisionError), made_whole(folder) as partial:
+        (partial / "half").write_text(str(1 / 0))
+    (folder.parent / "int4.partial/half").touch()
+    assert not folder.exists()
+    with made_whole(folder) as partial:
+        (partial / "all").touch()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["all"]
+    assert (folder / "all").exists()
 
 
 def test_who_is_absent_is_skipped_by_name(bench: Bench) -> None:
@@ -180,7 +285,11 @@ def test_a_peer_that_crashes_is_recorded_with_its_reason(bench: Bench) -> None:
         (("--tp", "3"), "found --tp 3 on 2 threads, expected a divisor"),
         (("--recipes", "int3"), "found --recipes int3, expected some of none, int8dq"),
         (("--model", "/nowhere"), "found no config.json in --model /nowhere"),
-        (("--result-filename", "/nowhere/result"), "found --result-filename /nowhere/result"),
+        (("--result-filename", "/nowhere/result"), "found /nowhere/result unwritable"),
+        (("--timeout-s", "nan"), "found 'nan', expected a number of seconds above 0"),
+        (("--timeout-s", "-1"), "found '-1', expected a number of seconds above 0"),
+        (("--timeout-s", "0"), "found '0', expected a number of seconds above 0"),
+        (("--started", "S"), "found --started without --from"),
     ],
 )
 def test_bad_input_is_one_line(bench: Bench, arguments: tuple[str, ...], reason: str) -> None:

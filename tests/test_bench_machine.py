@@ -108,6 +108,39 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
     assert SANE[0] < record["read_bandwidth"] < 20 * SANE[1]
 
 
-def test_what_cannot_be_measured_is_one_line() -> None:
-    done = python(str(ROOT / "bench/machine.py"), "--ranks", "0")
-    assert (done.returncode, done.stderr) == (2, "machine: error: found --ranks 0, expected at least 1\n")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ranks", "0"), "found --ranks 0, expected 1 to 1024"),
+        (("--threads", "1025"), "found --threads 1025, expected 1 to 1024"),
+        (("--seconds", "inf"), "found --seconds inf, expected a number above 0"),
+        (("--seconds", "nan"), "found --seconds nan, expected a number above 0"),
+        (("--seconds", "-1"), "found --seconds -1, expected a number above 0"),
+        (("--device", "cuda"), "found 0 CUDA devices"),
+        (("--result-filename", "/nowhere/result"), "found /nowhere/result unwritable"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = python(str(ROOT / "bench/machine.py"), *arguments, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"machine: error: {message}")
+
+
+def test_more_threads_than_cores_are_said_to_take_turns(tmp_path: Path) -> None:
+    cores = os.sysconf("SC_NPROCESSORS_CONF")
+    code = f"import sys; from machine import main; sys.argv += ['--threads', '{cores + 1}']; main()"
+    done = python("-c", code, "--bytes", "1MB", "--seconds", "0.01")
+    assert done.returncode == 0, done.stderr
+    assert f"note: {cores + 1} threads take turns on" in done.stderr
+
+
+def test_what_a_gpu_has_free_bounds_what_is_read() -> None:
+    code = """
+import torch
+from machine import measured_bytes
+torch.cuda.device_count = lambda: 2
+torch.cuda.mem_get_info = lambda number: ((80 << 20, 1 << 40), (40 << 20, 1 << 40))[number]
+print([measured_bytes(1 << 30, ranks, "cuda") >> 20 for ranks in (1, 2, 4)])
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stdout) == (0, "[20, 10, 5]\n"), done.stderr

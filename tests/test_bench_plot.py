@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SAME = {"run_name": "test", "model": "1b", "device": "cpu", "dtype": "bfloat16", "cpu": "2 x CPU", "date": "2026-11-30"}
+SAME = {
+    "bench": "latency", "run_name": "test", "model": "1b", "device": "cpu", "dtype": "bfloat16", "cpu": "2 x CPU",
+    "date": "2026-11-30",
+}  # fmt: skip
 RECIPES = ("none", "int8wo", "8da4w-32")
 
 
@@ -31,13 +34,14 @@ def write(path: Path, records: Iterable[dict[str, Any]]) -> Path:
 def latencies(**changes: Any) -> Iterable[dict[str, Any]]:
     for number, name in enumerate(RECIPES):
         for tp in (1, 2):
-            shape = {"torchao_config": name, "tp": tp, "batch_size": 1, "input_len": 32, "output_len": 16}
+            settings = {"threads_per_rank": 2 // tp, "compile": "auto", "max_batch_tokens": 32}
+            shape = {**settings, "torchao_config": name, "tp": tp, "batch_size": 1, "input_len": 32, "output_len": 16}
             figures = {"median_decode_latency": 0.1 / (number + tp), "bandwidth_fraction": 0.5 if tp == 1 else None}
             yield shape | ({"error": "too large"} if (number, tp) == (2, 2) else figures) | changes
 
 
 def throughputs() -> Iterable[dict[str, Any]]:
-    sizes = {"num_prompts": 8, "input_len": 32, "output_len": 16, "tp": 2}
+    sizes = {"bench": "throughput", "num_prompts": 8, "input_len": 32, "output_len": 16, "tp": 2}
     for name in RECIPES:
         for concurrency in (1, 4, 4):
             figures = {"output_tokens_per_s": 10.0 * concurrency, "median_decode_tokens_per_s": None}
@@ -56,7 +60,8 @@ def drawn(chart: str, results: Path, out: Path, *more: str) -> str:
 
 def test_decode_latency(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    results = write(tmp_path / "latency.jsonl", [*latencies(), *latencies(batch_size=8), *latencies(run_name="other")])
+    others = [*latencies(run_name="other"), {"bench": "throughput", "torchao_config": "none"}]
+    results = write(tmp_path / "latency.jsonl", [*latencies(), *latencies(batch_size=8, max_batch_tokens=99), *others])
     svg = drawn("latency", results, tmp_path / "one.svg")
     assert svg == drawn("latency", results, tmp_path / "two.svg")
     texts = (
@@ -84,12 +89,55 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path) -> None:
     )
     given = ("latency", "--results", results, "--out", tmp_path / "out.svg")
     for arguments, words in (
-        (("--run-name", "none"), f"found nothing with run_name=none in {results}, expected at least one line"),
+        (
+            ("--run-name", "none"),
+            f"found nothing with bench=latency run_name=none in {results}, expected at least one line",
+        ),
         (("--run-name", "two"), "found several values of model, 1b, 8b, expected one, choose by --where model=..."),
     ):
         done = plot(*given, *arguments)
         assert (done.returncode, done.stderr) == (2, f"plot: error: {words}\n")
     assert not (tmp_path / "out.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compile": "off"}, "several values of compile, auto, off,"),
+        ({"kv_cache_dtype": "float8"}, "several values of kv_cache_dtype, None, float8,"),
+        ({"batch_invariant": True}, "several values of batch_invariant, None, True,"),
+        ({"threads_per_rank": 4}, "several values of threads_per_rank, 2, 4,"),
+        ({"max_batch_tokens": 16}, "several values of max_batch_tokens, 32, 16,"),
+    ],
+)
+def test_what_was_set_otherwise_is_no_repetition(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    pytest.importorskip("matplotlib")
+    results = write(tmp_path / "latency.jsonl", [*latencies(), *latencies(**changes)])
+    done = plot("latency", "--results", results, "--run-name", "test", "--out", tmp_path / "out.svg")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
+    (field,) = changes
+    assert f"choose by --where {field}=..." in done.stderr
+
+
+def test_heads_have_bars_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = write(tmp_path / "latency.jsonl", [*latencies(), *latencies(quantize_lm_head=True)])
+    assert "<!-- int8wo + lm_head -->" in drawn("latency", results, tmp_path / "out.svg")
+
+
+def test_bad_files_are_one_line(tmp_path: Path) -> None:
+    binary, other = tmp_path / "binary", write(tmp_path / "other", [{"bench": "quality"}])
+    binary.write_bytes(b"\xff\xfe\x00")
+    out = tmp_path / "out.svg"
+    for results, where, message in (
+        (binary, out, f"found no text in {binary}, expected"),
+        (other, out, f"found nothing with bench=throughput run_name=test in {other}, expected"),
+        (other, tmp_path / "nowhere/out.svg", f"found --out {tmp_path}/nowhere/out.svg unwritable, expected"),
+    ):
+        done = plot("throughput", "--results", results, "--run-name", "test", "--out", where)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.startswith(f"plot: error: {message}")
 
 
 def test_without_matplotlib_the_remedy_is_told(tmp_path: Path) -> None:

@@ -132,6 +132,18 @@ def test_what_cannot_run_is_recorded_with_its_reason(
     assert sum("group size 32 is used" in line for line in lines) == 2  # a line for each reason, not for each layer
 
 
+def test_a_single_text_is_enough(quality: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    result = tmp_path / "results.jsonl"
+    sizes = ("--tokens", "70", "--texts", "1", "--batch-size", "1", "--tp", "1", "--dtype", "float32")
+    arguments = ("--model", str(model), *sizes, "--recipes", "none", "--result-filename", str(result))
+    with redirect_stdout(StringIO()):
+        quality["measure_all"](quality["parser"]().parse_args(arguments))
+    (record,) = map(json.loads, result.read_text().splitlines())
+    none, _ = logits_of(model, "none", 1, "float32")
+    own = F.cross_entropy(none[0, :-1], torch.tensor([byte % 211 for byte in TEXTS[0][1:70]]))
+    assert record["perplexity"] == pytest.approx(float(own.exp()), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_torchruns_ranks_sweep_together(model: Path, tmp_path: Path) -> None:
     result = tmp_path / "results.jsonl"
@@ -175,7 +187,9 @@ def test_cases(parsed: Callable[..., Any]) -> None:
         (("--recipes", "int9"), "found torchao config 'int9'"),
         (("--recipes", "none+head"), "found --quantize-lm-head with torchao config none"),
         (("--torchao-config", "int8wo"), "give --recipes instead"),
-        (("--batch-size", "1"), "found --batch-size 1, expected at least 2"),
+        (("--batch-size", "0"), "found --batch-size 0, expected at least 1"),
+        (("--texts", "0"), "found --texts 0, expected at least 1"),
+        (("--tokens", "1"), "found --tokens 1, expected at least 2"),
     ],
 )
 def test_contradictions_are_one_line(

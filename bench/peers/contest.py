@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from peers.peer_frame import REPETITIONS
 from peers.ratios import OURS, Measurement, Sizes, Workload
 
 
@@ -93,27 +94,32 @@ class Ours:
         return None
 
     def run(self, precision: str, sizes: Sizes, number: int) -> Iterator[Measurement]:
-        """Prefill and decode in a process each: the lists of latency.py are multiplied with each other."""
-        prefill = ("prefill", [1], sizes.prefill, 1)
-        decode = ("decode", sizes.decode, [sizes.prompt_len], sizes.new_tokens)
-        for kind, batches, lengths, output_len in (prefill, decode):
+        """Prefill and decode in a process each: the lists of latency.py are multiplied with each other.
+
+        Each shape as often as peer_frame.py does it: several prefills, one run of decode steps.
+        """
+        prefill = ("prefill", [1], sizes.prefill, 1, REPETITIONS)
+        decode = ("decode", sizes.decode, [sizes.prompt_len], sizes.new_tokens, 1)
+        for kind, batches, lengths, output_len, repeat in (prefill, decode):
             if not batches or not lengths:
                 continue
-            for line in self._latency(batches, lengths, output_len):
+            for line in self._latency(batches, lengths, output_len, repeat):
                 shape = Workload(kind, line["batch_size"], line["input_len"]) if "batch_size" in line else None
                 speed = line.get("prefill_throughput" if kind == "prefill" else "median_decode_throughput")
                 yield Measurement(
                     number, OURS, precision, self.name.removeprefix(f"{OURS} "), self.quantize_head, shape, speed, line
                 )
 
-    def _latency(self, batches: Sequence[int], lengths: Sequence[int], output_len: int) -> list[dict[str, Any]]:
+    def _latency(
+        self, batches: Sequence[int], lengths: Sequence[int], output_len: int, repeat: int
+    ) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.jsonl"
             command = [sys.executable, str(self.script), "--model", str(self.model), "--tp", str(self.tp)]
             command += ["--torchao-config", self.recipe, *(["--quantize-lm-head"] if self.quantize_head else [])]
             shape = ["--batch-size", *map(str, batches), "--input-len", *map(str, lengths)]
             name = ["--run-name", "compare", "--result-filename", str(result)]
-            whole = [*command, *shape, "--output-len", str(output_len), *name]
+            whole = [*command, *shape, "--output-len", str(output_len), "--repeat", str(repeat), *name]
             _, reason = run_process(whole, self.threads_per_rank, self.timeout_s)
             lines = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
         return [*lines, {"error": reason}] if reason else lines
@@ -123,7 +129,8 @@ def run_process(command: Sequence[str], threads: int, timeout_s: float) -> tuple
     """The lines that a process prints, and, in one line, why it failed; with it end all that it started."""
     root = str(Path(__file__).parents[2])
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": root if command[0] == sys.executable else ""}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    form = {"mode": "w+", "encoding": "utf-8", "errors": "replace"}
+    with tempfile.TemporaryFile(**form) as out, tempfile.TemporaryFile(**form) as err:
         try:
             process = subprocess.Popen(command, stdout=out, stderr=err, text=True, env=env, start_new_session=True)
         except OSError as error:

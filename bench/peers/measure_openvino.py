@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-from peer_frame import Job, Recipe, facts, measure, one_line, parse, say
+from peer_frame import Job, Recipe, facts, made_whole, measure, one_line, parse, say
 
 RECIPES = {
     "bf16": Recipe("weights fp16, computed in bf16", head="float16", options={"format": "fp16", "hint": "bf16"}),
@@ -27,9 +27,13 @@ def prepare(job: Job, recipe: Recipe) -> None:
         return
     command = [str(job.home / "venv/bin/optimum-cli"), "export", "openvino", "--model", str(job.model)]
     form = ["--task", "text-generation-with-past", "--weight-format", recipe.options["format"]]
-    done = subprocess.run([*command, *form, str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"optimum-cli export ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+    with made_whole(folder) as partial:
+        done = subprocess.run(
+            [*command, *form, str(partial)], capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode:
+            said = done.stderr.strip().splitlines()[-1:]
+            raise ValueError(f"optimum-cli export ended with {done.returncode}: {' '.join(said)}")
 
 
 def load(job: Job, recipe: Recipe) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_frame import Job, Recipe, facts, measure, one_line, parse, say
+from peer_frame import Job, Recipe, facts, made_whole, measure, one_line, parse, say
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -36,15 +36,15 @@ def prepared(job: Job, recipe: Recipe) -> Path:
     folder = job.converted(f"int{bits}")
     if (folder / "config.json").exists():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for shard in sorted(job.model.glob("*.safetensors")):
-        with safe_open(shard, "pt") as tensors:
-            pairs = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118 not a dictionary
-            save_file(dict(item for pair in pairs for item in quantized(*pair, bits)), folder / shard.name)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_text((job.model / file).read_text())
-    config = json.loads((job.model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme(bits)}))
+    with made_whole(folder) as partial:
+        for shard in sorted(job.model.glob("*.safetensors")):
+            with safe_open(shard, "pt") as tensors:
+                pairs = ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118 not a dictionary
+                save_file(dict(item for pair in pairs for item in quantized(*pair, bits)), partial / shard.name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (partial / file).write_text((job.model / file).read_text())
+        config = json.loads((job.model / "config.json").read_text())
+        (partial / "config.json").write_text(json.dumps({**config, "quantization_config": scheme(bits)}))
     return folder
 
 

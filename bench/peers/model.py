@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from peers.peer_frame import made_whole
 from shapes import SHAPES, write_checkpoint
 
 __all__ = ["SHAPES", "shared_model"]
@@ -20,14 +21,15 @@ def shared_model(home: Path, shape: str) -> Path:
         return folder
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    write_checkpoint(folder, SHAPES[shape])
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(letters, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with made_whole(folder) as partial:
+        write_checkpoint(partial, SHAPES[shape])
+        config = json.loads((partial / "config.json").read_text())
+        config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        (partial / "config.json").write_text(json.dumps(config))
+        letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        tokenizer = Tokenizer(models.BPE(letters, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(partial / "tokenizer.json"))
+        (partial / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder

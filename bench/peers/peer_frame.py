@@ -14,7 +14,8 @@ HOME/models and are made with --prepare, which measures nothing. It prints a JSO
 
 or, where something could not be measured, the same without the last three and with "error". Prompts are random token
 ids, new for each use; texts are greedy and go on past any end of sequence. A warm-up of each shape comes before it;
-one that takes very long is itself what is measured.
+one that takes very long is itself what is measured. A prefill is repeated REPETITIONS times; of decode, one run of all
+new tokens gives the steps.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -140,6 +143,17 @@ def measured(job: Job, kind: str, batch: int, length: int, run: Run) -> list[flo
         runs = [run(job.prompts(batch, length), new_tokens) for _ in range(times)]
         return [each[0] for each in runs] if kind == "prefill" else runs[0][1:]
     return seconds if kind == "prefill" else seconds[1:]
+
+
+@contextmanager
+def made_whole(folder: Path) -> Iterator[Path]:
+    """Where to write a folder that is to be there whole or not at all; what an interrupted process left is removed."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,8 +1,12 @@
-"""What was measured, and the ratios of tpllama to its peers, round by round. Starts nothing."""
+"""What was measured, and the ratios of tpllama to its peers, round by round. Starts nothing.
+
+Only a recipe that was measured in every round counts: else one lucky round before a crash could win. Of those the one
+with the highest median does, on both sides, chosen on the rounds that are then divided: see compare.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -70,31 +74,44 @@ class Ratio:
         return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
 
 
-def speeds(found: Iterable[Measurement], precision: str, workload: Workload) -> dict[str, dict[str, dict[int, float]]]:
-    """Tokens per second by contestant, recipe and round."""
-    table: dict[str, dict[str, dict[int, float]]] = {}
-    for each in found:
-        if (each.precision, each.workload) == (precision, workload) and each.tokens_per_s:
-            table.setdefault(each.peer, {}).setdefault(each.recipe, {})[each.round] = each.tokens_per_s
-    return table
+Rounds = dict[int, float]
 
 
-def best(recipes: dict[str, dict[int, float]]) -> str:
-    """The recipe with the highest median over its rounds."""
-    return max(recipes, key=lambda recipe: median(recipes[recipe].values()))
+@dataclass(frozen=True)
+class Results:
+    """What a comparison measured, in so many rounds."""
 
+    found: Sequence[Measurement]
+    rounds: int
 
-def ratios(found: Sequence[Measurement], precision: str, workload: Workload) -> Iterator[Ratio]:
-    """Our best candidate to each peer's best recipe, round by round: heads are kept alike where we have such a one."""
-    table = speeds(found, precision, workload)
-    is_quantized = {(each.peer, each.recipe): each.head_quantized for each in found}
-    ours = table.pop(OURS, {})
-    for peer, recipes in table.items():
-        theirs = best(recipes)
-        alike = {name: each for name, each in ours.items() if is_quantized[OURS, name] == is_quantized[peer, theirs]}
-        if not ours:
-            continue
-        mine = best(alike or ours)
-        both = sorted(ours[mine].keys() & recipes[theirs].keys())
-        if values := [ours[mine][number] / recipes[theirs][number] for number in both]:
-            yield Ratio(peer, mine, theirs, median(values), min(values), max(values))
+    def speeds(self, precision: str, workload: Workload) -> dict[str, dict[str, Rounds]]:
+        """Tokens per second by contestant, recipe and round."""
+        table: dict[str, dict[str, Rounds]] = {}
+        for each in self.found:
+            if (each.precision, each.workload) == (precision, workload) and each.tokens_per_s:
+                table.setdefault(each.peer, {}).setdefault(each.recipe, {})[each.round] = each.tokens_per_s
+        return table
+
+    def best(self, recipes: Mapping[str, Rounds]) -> str | None:
+        """The recipe with the highest median, of those that have every round."""
+        whole = [recipe for recipe, rounds in recipes.items() if len(rounds) == self.rounds]
+        return max(whole, key=lambda recipe: median(recipes[recipe].values()), default=None)
+
+    def pairs(self, precision: str, workload: Workload) -> Iterator[tuple[str, str, str | None]]:
+        """Each peer with its best recipe and our best with a head of that kind, None where we have no such one."""
+        table = self.speeds(precision, workload)
+        is_quantized = {(each.peer, each.recipe): each.head_quantized for each in self.found}
+        ours = table.pop(OURS, {})
+        for peer, recipes in table.items():
+            if theirs := self.best(recipes):
+                kind = is_quantized[peer, theirs]
+                yield peer, theirs, self.best({name: ours[name] for name in ours if is_quantized[OURS, name] == kind})
+
+    def ratios(self, precision: str, workload: Workload) -> Iterator[Ratio]:
+        """Of these pairs, round by round."""
+        table = self.speeds(precision, workload)
+        for peer, theirs, ours in self.pairs(precision, workload):
+            if ours:
+                mine, other = table[OURS][ours], table[peer][theirs]
+                values = [mine[number] / other[number] for number in sorted(mine)]
+                yield Ratio(peer, ours, theirs, median(values), min(values), max(values))
