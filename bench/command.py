@@ -61,6 +61,11 @@ def recipe_options(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]
     return {"torchao_config": recipe, "quantize_lm_head": arguments.quantize_lm_head and (is_alone or recipe != "none")}
 
 
+def model_name(arguments: argparse.Namespace) -> str:
+    """What results call the model: the shape, or the name without the folders of this machine."""
+    return arguments.shape or Path(arguments.model).name
+
+
 def count(text: str) -> int:
     """An argument that counts something."""
     number = int(text) if text.isdecimal() else 0

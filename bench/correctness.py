@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from answers import Answers, prompts_of
-from command import given, open_model, recipe_options
+from command import given, model_name, open_model, recipe_options
 from record import append, surroundings
 
 from tpllama import LLM, SamplingParams
@@ -163,8 +163,9 @@ def compare(arguments: argparse.Namespace, recipe: str, own: Answers, other: Ans
         flush=True,
     )
     if arguments.result_filename:
-        facts = {"model": arguments.shape or arguments.model, "tp": own.tp, "against": arguments.against,
-                 "against_model": arguments.against_model, "device": arguments.device, "dtype": arguments.dtype,
+        reference_model = arguments.against_model and Path(arguments.against_model).name
+        facts = {"model": model_name(arguments), "tp": own.tp, "against": arguments.against,
+                 "against_model": reference_model, "device": arguments.device, "dtype": arguments.dtype,
                  **recipe_options(arguments, recipe)}  # fmt: skip
         line = {"bench": "correct", **surroundings(), "run_name": arguments.run_name, **facts, **found}
         append(arguments.result_filename, {**line, "same": within})

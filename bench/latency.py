@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_latency import Shape, measure_shape, measured_bandwidth, random_prompts
-from command import count, given, open_model, parser_for, recipe_options, run
+from command import count, given, model_name, open_model, parser_for, recipe_options, run
 from record import append, surroundings
 from steps import StepLog
 
@@ -43,7 +43,7 @@ from tpllama.quantization.recipes import RecipeMap
 _MOST_PREFILL_TOKENS, _MOST_TEXTS = 16384, 1 << 16
 _SETTINGS = (
     *("quantize_lm_head", "compile", "seed", "batch_invariant", "kv_cache_dtype", "max_batch_size", "max_batch_tokens"),
-    *("block_size", "prefix_caching", "chunked_prefill", "load_format", "llama_model", "json_model_override_args"),
+    *("block_size", "prefix_caching", "chunked_prefill", "load_format", "json_model_override_args"),
 )
 
 
@@ -140,7 +140,7 @@ def describe(arguments: argparse.Namespace, recipe: str, llm: LLM) -> dict[str, 
     """What was measured, on what."""
     blueprint = llm.blueprint
     return {
-        "bench": "latency", "run_name": arguments.run_name, "model": arguments.shape or arguments.model,
+        "bench": "latency", "run_name": arguments.run_name, "model": model_name(arguments),
         "device": blueprint.device, "dtype": arguments.dtype, "tp": blueprint.tp, "torchao_config": recipe,
         "threads_per_rank": threads_per_rank(blueprint.tp, os.environ),
         **{name: getattr(blueprint.engine, name) for name in _SETTINGS}, "quantized": quantized(llm),

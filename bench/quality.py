@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from command import open_model, parser_for, run
+from command import model_name, open_model, parser_for, run
 from distributions import Distance, Kept, logits_of, losses
 from record import append, surroundings
 from texts import windows
@@ -189,7 +189,7 @@ def write(arguments: argparse.Namespace, case: Case, found: dict[str, Any]) -> N
         return
     same = ("run_name", "shape", "device", "batch_invariant", "compile", "strict", "seed", "tokens", "texts",
             "batch_size")  # fmt: skip
-    facts = {"model": arguments.shape or arguments.model, **{name: getattr(arguments, name) for name in same}}
+    facts = {"model": model_name(arguments), **{name: getattr(arguments, name) for name in same}}
     of_case = {"recipe": case.recipe, "tp": case.tp, "dtype": case.dtype}
     append(arguments.result_filename, {"bench": "quality", **surroundings(), **facts, **of_case, **found})
 

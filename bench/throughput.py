@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from command import open_model, parser_for, run
+from command import model_name, open_model, parser_for, run
 from record import append, surroundings
 from steps import Step, StepLog
 
@@ -250,7 +250,7 @@ def describe(arguments: argparse.Namespace, llm: LLM) -> dict[str, Any]:
             "input_len", "output_len", "shared_prefix", "seed")  # fmt: skip
     engine = llm.blueprint.engine
     return {
-        **surroundings(), "model": arguments.shape or arguments.model, "tp": engine.tp,
+        **surroundings(), "model": model_name(arguments), "tp": engine.tp,
         "device": resolve_device(engine.device).type, **{name: getattr(arguments, name) for name in same},
         "vocab_size": llm.blueprint.config.vocab_size, "load_seconds": round(llm.load_seconds, 3),
     }  # fmt: skip

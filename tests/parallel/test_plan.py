@@ -166,7 +166,8 @@ def test_large_models_are_balanced_in_bytes(tmp_path: Any, name: str, size: int,
     whole = linears * bits / 8 + others * 2
     kv = sum(math.prod(shape) for name, shape in blueprint.shapes.items() if "k_proj" in name or "v_proj" in name)
     replicas = kv * (max(1, size // 8) - 1) * bits / 8
-    assert sum(held) == pytest.approx(whole + replicas, rel=0.01)
+    # int4 fills up a rank's columns to whole blocks of 128.
+    assert sum(held) == pytest.approx(whole + replicas, rel=0.02 if recipe.startswith("int4") else 0.01)
 
 
 def test_a_range_shard_gives_each_rank_its_own_range() -> None:
