@@ -34,7 +34,7 @@ def architecture_of(fields: Mapping[str, Any]) -> str:
     raise UserError(
         f"found architectures {str(names)[:80]} in the model's config, expected one of {', '.join(ARCHITECTURES)}, use "
         f"such a checkpoint, or name one in --json-model-override-args "
-        f"'{{\"architectures\": [\"{_DEFAULT}\"]}}' if it has the same weights"
+        f'\'{{"architectures": ["{_DEFAULT}"]}}\' if it has the same weights'
     )
 
 
