@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -99,6 +100,8 @@ def _complain(program: str, error: Exception, code: int, is_debug: bool) -> int:
     if rank == "0" or (is_own and not is_loss):
         text = " ".join(str(error).split()) or type(error).__name__
         whose = f"rank {rank} failed: " if rank != "0" else ""
+        with contextlib.suppress(OSError):  # whose reader may be gone
+            sys.stdout.flush()  # what was said before comes before
         print(f"{program}: error: {whose}{text}", file=sys.stderr, flush=True)
     return code
 
