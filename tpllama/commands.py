@@ -165,7 +165,7 @@ def _prompt(preparation: Preparation, text: str, use_template: bool) -> Prompt:
 def _say_what_is_loaded(preparation: Preparation) -> None:
     """Before the weights, for nothing is silent. Under torchrun on the first rank alone."""
     if preparation.place.rank == 0:
-        for line in preparation.checkpoint.notes:
+        for line in preparation.notes:
             note(line)
         _say_quantized(preparation.blueprint)
         preparation.progress = progress_bar("loading")

@@ -78,6 +78,15 @@ class Preparation:
             self._eos = self._eos_token_ids()
             self.grammars = Grammars(self.tokenizer, self.blueprint.config.vocab_size, self._eos)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know before the weights are read, a line each."""
+        from tpllama.kernels.small_m import why_not
+
+        lacking = why_not() if self.blueprint.device == "cpu" else None
+        line = f"torch's kernels run instead of our own, which are faster for few tokens: {lacking}"
+        return (*self.checkpoint.notes, *([line] if lacking else []))
+
     def prompt(self, prompt: PromptLike) -> Prompt:
         """A raw text's or token ids' prompt. Raises UserError where it doesn't fit."""
         from tpllama.engine.text import Prompt

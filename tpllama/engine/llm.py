@@ -35,7 +35,7 @@ class LLM:
         debug: bool = False, on_rank_death: Callable[[Death], None] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self._preparation = Preparation(model, tp, torchao_config, debug=debug, on_rank_death=on_rank_death, **options)
-        for line in self._preparation.checkpoint.notes if self._preparation.place.rank == 0 else ():
+        for line in self._preparation.notes if self._preparation.place.rank == 0 else ():
             logging.getLogger("tpllama").warning(line)
         self._engine = self._preparation.load()
 

@@ -64,6 +64,12 @@ def kernel_name() -> str:
     return f"torch ({found})" if isinstance(found, str) else f"own, {_LEVELS[level()]}"
 
 
+def why_not() -> str | None:
+    """Why torch's kernels run instead of these, if so."""
+    found = _native()
+    return found if isinstance(found, str) else None
+
+
 def has(kind: Kind) -> bool:
     """Whether there is a kernel for weights of a kind; for most of them only with AVX-512."""
     return level() >= (_AVX2 if kind in ("plain", "int8", "int8_dynamic") else _AVX512)
