@@ -13,6 +13,8 @@ from tpllama.config import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tpllama.engine.tokenizer import Tokenizer
+
 PROMPTS = (
     "The capital of France is",
     "The capital of the United Kindom is",
@@ -128,3 +130,8 @@ def _ids(line: str) -> list[int] | None:
     except ValueError:
         return None
     return value if isinstance(value, list) and value and all(type(each) is int for each in value) else None
+
+
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """A text, or its ids where there is no tokenizer."""
+    return tokenizer.decode(ids) if tokenizer.has_text else str(ids)

@@ -29,8 +29,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from answers import Answers, prompts_of
+from answers import Answers, prompts_of, text_of
 from command import given, model_name, open_model, recipe_options
+from machine_ranks import clean_environment
 from record import append, surroundings
 
 from tpllama import LLM, SamplingParams
@@ -84,7 +85,7 @@ def answer(arguments: argparse.Namespace, recipe: str) -> Answers:
             inputs, outputs = prompts, [output.token_ids for output in written]
             logprobs = [[each.logprob for each in output.logprobs or ()] for output in written]
         logits = [llm.logits((ids + new)[:-1])[0] for ids, new in zip(inputs, outputs, strict=True)]
-        texts = [text_of(llm, ids + new) for ids, new in zip(inputs, outputs, strict=True)]
+        texts = [text_of(llm.tokenizer, ids + new) for ids, new in zip(inputs, outputs, strict=True)]
         return Answers(inputs, outputs, logits, logprobs, texts, **conditions(llm, logits))
 
 
@@ -100,10 +101,6 @@ def conditions(llm: LLM, logits: list[Tensor]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def text_of(llm: LLM, ids: list[int]) -> str:
-    return llm.tokenizer.decode(ids) if llm.tokenizer.has_text else str(ids)
-
-
 def reference(arguments: argparse.Namespace, recipe: str, own: Answers) -> Answers:
     """The other side's scores of our texts, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -114,11 +111,7 @@ def reference(arguments: argparse.Namespace, recipe: str, own: Answers) -> Answe
             str(here / "latency.py"), "--correct", "--tp", "1"]  # fmt: skip
         command = [sys.executable, *program, *_same_flags(arguments, recipe)]
         command += ["--continue-answers", ours, "--save-answers", theirs]
-        # A process of its own, not one of torchrun's ranks.
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "GROUP_"))}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            env.pop(name, None)
-        env["PYTHONPATH"] = os.pathsep.join([str(here.parent), *filter(None, [env.get("PYTHONPATH")])])
+        env = clean_environment()  # it isn't one of torchrun's ranks
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             said = (done.stderr.strip() or done.stdout.strip()).splitlines()

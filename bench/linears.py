@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 from machine import read_bandwidth
-from machine_worker import _compile
+from machine_worker import compile_reader
 from record import append, surroundings
 from shapes import SHAPES
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ def linears(recipe_name: str, shapes: list[tuple[int, int]]) -> tuple[list[nn.Mo
 
 def reader(modules: list[nn.Module]) -> Callable[[], object]:
     """Reads all weights once."""
-    compiled = _compile()
+    compiled = compile_reader()
     if compiled is None:
         raise SystemExit("linears: error: found no C compiler, expected one")
     parts = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if tensor.dim() == 2]

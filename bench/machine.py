@@ -63,7 +63,9 @@ def allreduce_us(ranks: int) -> dict[str, float] | None:
         result = Path(folder) / "result"
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         script = [str(Path(__file__).with_name("allreduce.py")), "--result-filename", str(result)]
-        done = subprocess.run([*launch, *script], env=clean_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*launch, *script], env=clean_environment("OMP_NUM_THREADS"), capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"bench/allreduce.py ended with {done.returncode}: {done.stderr.strip()[-500:]}")
         records = [json.loads(line) for line in result.read_text().splitlines()]

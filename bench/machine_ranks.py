@@ -17,7 +17,7 @@ _SHORTEST_PASS_S, _FEWEST_PASSES = 0.02, 3
 _LEAD_S = 0.0005  # from an order to its start, so that every rank has it by then
 _END_S = 5.0
 # What torchrun tells its ranks is not for the processes that a rank starts.
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "OMP_NUM_THREADS")
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME")
 
 
 class Workers:
@@ -69,9 +69,10 @@ class Workers:
 def _start(order: Mapping[str, Any]) -> subprocess.Popen[str]:
     """A worker, in a session of its own, so that a terminal's signals leave it to end with its input."""
     command = [sys.executable, str(Path(__file__).with_name("machine_worker.py")), json.dumps(order)]
+    env = clean_environment("OMP_NUM_THREADS")  # the order says how many
     return subprocess.Popen(
         command,
-        env=clean_environment(),
+        env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -95,10 +96,12 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.communicate()
 
 
-def clean_environment() -> dict[str, str]:
+def clean_environment(*without: str) -> dict[str, str]:
+    """This process's, for one that is none of torchrun's ranks and finds the package; `without` some names more."""
+    dropped = (*_OF_TORCHRUN, *without)
     environment = {
         name: value for name, value in os.environ.items()
-        if not (name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_") or name.endswith(("_RANK", "_WORLD_SIZE")))
+        if not (name in dropped or name.startswith("TORCHELASTIC_") or name.endswith(("_RANK", "_WORLD_SIZE")))
     }  # fmt: skip
     paths = (str(Path(__file__).parents[1]), environment.get("PYTHONPATH", ""))
     return environment | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

@@ -67,7 +67,7 @@ def main() -> None:
 def _reads(order: dict[str, Any]) -> dict[str, Work]:
     if order["device"] != "cpu":
         return _gpu_reads(order)
-    library = _compile()
+    library = compile_reader()
     threads, cores = order["threads"], order["cores"]
     # Each thread reads what it wrote first, so that it lies near its core.
     places = [{core} for core in cores] if threads <= len(cores) else [set(cores)] * threads
@@ -98,7 +98,7 @@ def _part_reader(size: int, library: ctypes.CDLL | None) -> Callable[[int], obje
     return lambda repeats: [numbers.sum() for _ in range(repeats)][-1]
 
 
-def _compile() -> ctypes.CDLL | None:
+def compile_reader() -> ctypes.CDLL | None:
     """The reader, or None where it can't be made."""
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder) / "reader.c", Path(folder) / "reader.so"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from answers import Answers, prompts_of
+from answers import Answers, prompts_of, text_of
 from command import count, parser_for, run
 
 from tpllama.checkpoint.open import Checkpoint, open_for, overridden
@@ -83,8 +83,7 @@ def answer(model: Any, tokenizer: Tokenizer, arguments: argparse.Namespace, limi
             outputs.append(new.tolist())
     rows = [(ids + new)[:-1] for ids, new in zip(inputs, outputs, strict=True)]
     logits = [model(torch.tensor([row], device=model.device)).logits[0].float().cpu() for row in rows]
-    whole = [ids + new for ids, new in zip(inputs, outputs, strict=True)]
-    texts = [tokenizer.decode(ids) if tokenizer.has_text else str(ids) for ids in whole]
+    texts = [text_of(tokenizer, ids + new) for ids, new in zip(inputs, outputs, strict=True)]
     return Answers(inputs, outputs, logits, None, texts)
 
 

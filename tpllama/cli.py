@@ -65,8 +65,8 @@ def guarded(program: str, work: Callable[[], None], is_debug: bool) -> int:
         return _complain(program, error, 2, is_debug)
     except KeyboardInterrupt:
         return 130
-    except SystemExit as end:  # --help, and a follower's end
-        return int(end.code or 0)
+    except SystemExit as left:  # --help, and a follower's end
+        return int(left.code or 0)
     except BrokenPipeError:
         # The reader of our output is gone; nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
