@@ -6,8 +6,9 @@ Three parts: `cases` (decode, prefill, both mixed; all variants), `shared` (deco
 blocks), `prompts` (a chunk's own square, so many queries in a call). Each variant is first compared with float32. The
 figure is the median of the processor time of a call on one thread (what other processes take isn't in it), over so many
 layers in turn that they come from memory, not from the processor's cache; plan_us is what is prepared once per step.
-Writing keys and values is not timed. The parts `runs` and `causal` in the results are of this file before tpllama was
-changed by them: runs joined by their sums, jagged tensors, and other ways to compute a square lost.
+Only the C++'s time has the writing of keys and values in it. The parts `runs` and `causal` in the results are of this
+file before tpllama was changed by them: runs joined by their sums, jagged tensors, and other ways to compute a square
+lost.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tpllama.engine import attention
 from tpllama.engine.batch import Chunk
 from tpllama.engine.cache import PlainStore, ScaledStore, Store
 from tpllama.engine.memory import CacheShape
+from tpllama.engine.native import NativeAttention
 
 PARTS = ("cases", "shared", "prompts")
 BLOCK, DTYPE, LAYERS_BYTES = 16, torch.bfloat16, 128 << 20
@@ -110,16 +112,25 @@ class Step:
             out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
         return torch.cat(out)
 
-    def ours(self, chunks: tuple[Chunk, ...], store: Callable[[Tensor], Any] = PlainStore, **constants: int) -> Attend:
-        """constants: other values for those of attention.py."""
+    def ours(
+        self, chunks: tuple[Chunk, ...], store: Callable[[Tensor], Any] = PlainStore, by_torch: bool = False,
+        **constants: int,
+    ) -> Attend:  # fmt: skip
+        """by_torch: without our C++. constants: other values for those of attention.py."""
         cache_shape = CacheShape(1, self.shape.kv_heads, self.shape.dim, "bfloat16", BLOCK)
-        planner = attention.Planner(
-            cache_shape, self.shape.group, self.shape.dim**-0.5, DTYPE, torch.device("cpu"), False
-        )
+        without = patch.object(NativeAttention, "fits", lambda *_: False)
+        with without if by_torch or store is not PlainStore else nullcontext():
+            planner = attention.Planner(
+                cache_shape, self.shape.group, self.shape.dim**-0.5, DTYPE, torch.device("cpu"), False
+            )
+        new = torch.cat([slots(chunk)[chunk.start :] for chunk in chunks])
         with patch.multiple(attention, **constants) if constants else nullcontext():
-            planned = planner.plan(chunks)
+            planned = planner.plan(chunks, new)
         stores = cache(lambda layer: [store(x) for x in self.layers[layer]])
-        return lambda layer: planned.attend(self.q, *stores(layer))
+        if not isinstance(planned, NativeAttention):
+            return lambda layer: planned.attend(self.q, *stores(layer))
+        q, k, v = self.q.flatten(1), *(x[new].flatten(1) for x in self.layers[0])
+        return lambda layer: planned.keep_and_attend(q, k, v, None, *stores(layer)).view_as(self.q)
 
     def padded(self, chunks: tuple[Chunk, ...], slab: bool = False, enable_gqa: bool = False) -> Attend:
         """One masked call over what is gathered into [batch, kv_heads, longest, dim] each time (slab: once)."""
@@ -218,7 +229,9 @@ def cases(shape: Shape, sequences: Sequences, seconds: float) -> Found:
     step = Step(shape, one, scattered)
     variants = {
         "one run": (one, step.ours), "scattered": (scattered, step.ours),
-        "one run, in place": (one, partial(step.ours, store=InPlace)),
+        "torch, one run": (one, partial(step.ours, by_torch=True)),
+        "torch, scattered": (scattered, partial(step.ours, by_torch=True)),
+        "torch, in place": (one, partial(step.ours, store=InPlace)),
         "int8": (one, partial(step.ours, store=partial(scaled, stored=torch.int8))),
         "fp8": (one, partial(step.ours, store=partial(scaled, stored=torch.float8_e4m3fn))),
     }  # fmt: skip

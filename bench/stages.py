@@ -5,7 +5,7 @@ torch's profiler for each of the two (Chrome's format, gzip), made in runs of th
 time. What is inside another part is taken off it: a sum over ranks isn't the linear's.
 
     weights      linears, with what quantizes their inputs
-    attention    keys and values to the cache and attention over it, with its planning
+    attention    keys and values to the cache and attention over it, with its planning; of fused layers, RoPE too
     collectives  sums, maxima and messages between ranks, with the waiting for slower ones
     sampling     from logits to tokens
     scheduler    requests, batches, texts: the engine's own Python
@@ -89,10 +89,12 @@ def instrument(llm: LLM) -> Stopwatch:
     if not is_compiled:
         for layer in runner.cache.layers:
             _wrap(watch, layer, "attend", "attention")
+            _wrap(watch, layer, "rotate_and_attend", "attention")
     if runner.ranks.size > 1:
         for name in _COLLECTIVES:
             _wrap(watch, runner.ranks, name, "collectives")
-    for name in llm.blueprint.decisions:
+    joint = [f"{name}.joint" for name, each in runner.model.named_modules() if getattr(each, "joint", None)]
+    for name in (*llm.blueprint.decisions, *joint):
         linear = runner.model.get_submodule(name)
         if is_compiled and ".layers." in name:
             continue  # a graph has it

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the other scripts, after set -euo pipefail. `make_environment [dev]` leaves in $venv an environment with
+# Sourced by the other scripts, after set -euo pipefail. `make_environment [serve|dev]` leaves in $venv one with
 # the package, its pinned requirements and the embedded model; where that is there already it calls nothing slow.
 
 root=$(readlink -f "${BASH_SOURCE[0]}")
@@ -34,10 +34,11 @@ describe() { # what the environment must be made from; where the first line chan
     echo "$root $(cat "$root"/pyproject.toml "$root"/launch/{constraints.txt,environment.sh} | sha256sum)"
 }
 
-is_current() { # sets $want and $have; an environment with the dev extra serves both
+is_current() { # sets $want and $have; an environment with the dev extra has all, one with serve what no extra has
     want=$(describe)
     have=$(cat "$venv/tpllama.stamp" 2>/dev/null) || :
-    [[ -x $venv/bin/python && ($have == "$want"$'\n'dev || $have == "$want" && -z $1) ]]
+    [[ -x $venv/bin/python ]] || return 1
+    [[ $have == "$want"$'\n'dev || $have == "$want${1:+$'\n'$1}" || -z $1 && $have == "$want"$'\n'serve ]]
 }
 
 install() { # install COMMAND ...: its output is for the log; what the user has to know is one line
@@ -53,11 +54,12 @@ install() { # install COMMAND ...: its output is for the log; what the user has 
     fail "could not make the environment: $(grep -iE '^ *error' "$log" | tail -n 1 || tail -n 1 "$log") (log: $log)"
 }
 
+# shellcheck disable=SC2120 # most scripts give no argument
 make_environment() {
     local extra=${1:-} want have python contents source=$root log=$venv/tpllama.log
     ! is_current "$extra" || return 0
     # The lock is the first file made there, so a directory that has others and no lock is somebody else's.
-    mkdir -p "$venv" 2>/dev/null && contents=$(ls -A "$venv") && [[ -w $venv ]] ||
+    { mkdir -p "$venv" 2>/dev/null && contents=$(ls -A "$venv") && [[ -w $venv ]]; } ||
         fail "found that $venv cannot be written, do: set TPLLAMA_VENV to a directory that can"
     [[ -z $contents || -e $venv/tpllama.lock ]] ||
         fail "found that $venv was not made by launch/, do: remove it, or set TPLLAMA_VENV to a new directory"
@@ -86,4 +88,19 @@ make_environment() {
     { describe; [[ -z $extra ]] || echo "$extra"; } >"$venv/tpllama.stamp.new"
     mv "$venv/tpllama.stamp.new" "$venv/tpllama.stamp" # whole or not at all
     exec 9>&-
+}
+
+ranks() { # one for each GPU, or each core where there is none, and two at the most
+    local gpus=0 count
+    if command -v nvidia-smi >/dev/null; then
+        gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
+    fi
+    case ${CUDA_VISIBLE_DEVICES-0,1} in # torch sees no more than these
+        '' | -1*) gpus=0 ;;
+        *,*) ;;
+        *) gpus=$((gpus > 0)) ;;
+    esac
+    # nproc would report OMP_NUM_THREADS where that is set
+    count=$((gpus > 0 ? gpus : $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)))
+    echo $((count < 2 ? count : 2))
 }

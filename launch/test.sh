@@ -12,5 +12,5 @@ status=0 # every check runs: one that fails does not hide the next
 ruff check . || status=1
 ruff format --check . || status=1
 mypy || status=1
-pytest -m "not slow and not gpu" "$@" || status=1
+pytest -m "not slow and not gpu" -n 2 --dist loadfile "$@" || status=1 # a file's tests in one process: fixtures are dear
 exit $status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,19 @@ def _write_checkpoint(path: Path, fields: dict[str, Any]) -> Path:
                 parameter.normal_(std=0.08)
     model.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tinygemm_on_cpu() -> Iterator[None]:
+    """tinygemm's operations for tensors of the CPU (kernels/tinygemm.py): torch has them for GPUs alone."""
+    import torch
+    from kernels import tinygemm
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_convert_weight_to_int4pack", tinygemm.tinygemm_pack)
+    library.impl("_weight_int4pack_mm", tinygemm.tinygemm)
+    yield
+    library._destroy()
 
 
 @pytest.fixture(scope="session")

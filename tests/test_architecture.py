@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "tpllama"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SIBLINGS = ("checkpoint", "parallel", "quantization", "kernels", "model")
-COMPOSITION_ROOT = {"prepare.py", "follow.py", "start.py", "blueprint.py", "build.py", "export.py"}
+COMPOSITION_ROOT = {"prepare.py", "follow.py", "start.py", "blueprint.py", "stored_weights.py", "build.py", "export.py"}
 # Modules that must come without torch: what they serve is on the way to a quick answer, or is plain logic.
 NO_TORCH = (
     "config",

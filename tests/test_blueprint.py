@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
+from tpllama import blueprint as blueprint_module
 from tpllama.blueprint import Blueprint, meta_model, named_linears
 from tpllama.checkpoint.matching import check_tensors
 from tpllama.checkpoint.open import TensorInfo, open_checkpoint
 from tpllama.config import EngineConfig, UserError
+from tpllama.kernels import cuda
 from tpllama.llama_config import LlamaConfig
 from tpllama.start import draw_blueprint
 
@@ -49,7 +51,7 @@ def test_the_report_has_the_contracts_fields(draw: Draw) -> None:
     assert len(report["bytes_per_rank"]) == len(report["kv_bytes_per_token_per_rank"]) == 2
     for layer in report["layers"]:
         assert list(layer) == [
-            "name", "plan", "global_shape", "local_shapes", "action", "recipe", "group_size", "reason",
+            "name", "plan", "global_shape", "local_shapes", "action", "recipe", "group_size", "reason", "kernel",
         ]  # fmt: skip
         assert layer["plan"] in ("column", "row", "vocab", "replicate")
         assert layer["action"] in ("quantized", "kept")
@@ -59,7 +61,9 @@ def test_the_report_has_the_contracts_fields(draw: Draw) -> None:
 def test_each_layer_is_reported_with_its_plan_and_fate(draw: Draw) -> None:
     layers = {layer["name"]: layer for layer in draw(tp=2, torchao_config="int4wo-64").report()["layers"]}
     # in_features 96: groups of 32. Two of three key-value heads on the first rank: 4 of 6 query heads of 32.
-    assert layers["model.layers.0.self_attn.q_proj"] == {
+    q_proj = layers["model.layers.0.self_attn.q_proj"]
+    assert q_proj.pop("kernel")
+    assert q_proj == {
         "name": "model.layers.0.self_attn.q_proj",
         "plan": "column",
         "global_shape": [192, 96],
@@ -75,10 +79,33 @@ def test_each_layer_is_reported_with_its_plan_and_fate(draw: Draw) -> None:
     assert layers["model.layers.0.mlp.down_proj"]["local_shapes"] == [[96, 112], [96, 112]]
     assert layers["model.embed_tokens"]["plan"] == layers["lm_head"]["plan"] == "vocab"
     assert layers["model.embed_tokens"]["reason"] == "not a linear layer"
+    assert layers["model.embed_tokens"]["kernel"] is None
     assert layers["lm_head"]["action"] == "kept"
     assert layers["lm_head"]["group_size"] is None
     assert layers["model.norm"]["plan"] == "replicate"
     assert layers["model.norm"]["local_shapes"] == [[96], [96]]
+
+
+def test_a_gpu_without_a_kernel_is_reported(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that is described: none is here."""
+    checkpoint = open_checkpoint(str(make_checkpoint()))
+
+    def reasons(recipe: str, capability: tuple[int, int], **fields: Any) -> set[str]:
+        for module in (cuda, blueprint_module):
+            monkeypatch.setattr(module, "capability", lambda: capability)
+        engine = EngineConfig(model=checkpoint.path.name, torchao_config=recipe, **fields)
+        rows = Blueprint.of(engine, checkpoint, "cuda").report()["layers"]
+        return {row["reason"] for row in rows if row["action"] == "quantized"}
+
+    assert reasons("int4wo-32", (9, 0)) == reasons("int8dq", (7, 5)) == {"as asked"}
+    old = "dequantized on each call, for its kernel needs compute capability 8.0, this GPU has 7.5"
+    assert reasons("int4wo-32", (7, 5)) == {old}
+    assert f"in_features 96 is not a multiple of 64, group size 32 is used; {old}" in reasons("int4wo-64", (7, 5))
+    wide = "dequantized on each call, for its kernel takes bfloat16, not float32"
+    assert reasons("8da4w-32", (9, 0), dtype="float32") == {wide}
+    with pytest.raises(UserError, match=r"'fp8dq-per_row' on a GPU of 8.6, expected a GPU of compute capability 8.9"):
+        reasons("fp8dq-per_row", (8, 6))
+    assert reasons("fp8dq-per_row", (8, 9)) == {"as asked"}
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -38,6 +38,16 @@ def test_it_is_compiled_once_for_each_text(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("*.so"))) == 2
 
 
+def test_a_header_that_changed_is_seen(tmp_path: Path) -> None:
+    path = source(tmp_path, '#include "number.h"\nextern "C" int answer() { return NUMBER; }')
+    for number in (42, 7):
+        (tmp_path / "number.h").write_text(f"#define NUMBER {number}")
+        native.library.cache_clear()
+        found = native.library(path)
+        assert isinstance(found, ctypes.CDLL), found
+        assert found.answer() == number
+
+
 def test_why_there_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = native.library(source(tmp_path, "int answer( { }"))
     assert isinstance(found, str)

@@ -149,7 +149,7 @@ def test_a_step_that_breaks_off_leaves_no_wrong_answers() -> None:
     """Ranks out of step must not go on: a later call says so instead of computing on mixed-up messages."""
     with LLM(tp=2) as llm:
         runner = llm.engine.executor.runner  # type: ignore[attr-defined]
-        layer = runner.model.model.layers[3].mlp
+        layer = runner.model.model.layers[3]
         handle = layer.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("Hello", SamplingParams(max_new_tokens=4))

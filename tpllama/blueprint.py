@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from tpllama.checkpoint.matching import check_tensors
-from tpllama.checkpoint.open import Checkpoint, TensorInfo, names_of_parts, overridden
+from tpllama.checkpoint.open import Checkpoint, overridden
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.executor import ModelMetadata
 from tpllama.engine.memory import CacheShape, asked_blocks
+from tpllama.kernels.cuda import capability
 from tpllama.kernels.linear import Form
-from tpllama.kernels.pack import packed_bytes
+from tpllama.kernels.pack import kernel_name, packed_bytes, with_kernel
 from tpllama.llama_config import LlamaConfig
 from tpllama.model.llama import Llama
 from tpllama.parallel.plan import Placement, Plan, llama_plan, style_of
@@ -27,7 +28,8 @@ from tpllama.parallel.split import legal_tp
 from tpllama.quantization.quantize import local_group_size
 from tpllama.quantization.recipes import HEAD, Recipe, RecipeMap
 from tpllama.quantization.report import Decision, decide, decide_stored
-from tpllama.quantization.stored import StoredForm, recognize
+from tpllama.quantization.stored import StoredForm
+from tpllama.stored_weights import stored_forms, whole_tensors
 
 EMBEDDING = "model.embed_tokens"
 
@@ -56,13 +58,13 @@ class Blueprint:
         config = LlamaConfig.from_hf(overridden(checkpoint, engine.json_model_override_args))
         plan = llama_plan(config, engine.tp)
         recipes = RecipeMap.parse(engine.torchao_config, engine.quantize_lm_head)
-        recipes.check_device(device)  # once more below, where the files decide
+        recipes.check_device(device, capability())  # once more below, where the files decide
         model = meta_model(config)
         linears = {name: tuple(linear.weight.shape) for name, linear in named_linears(model)}
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        stored = _stored_forms(checkpoint)
+        stored = stored_forms(checkpoint)
         if engine.load_format != "dummy":
-            check_tensors(config, shapes, _whole_tensors(checkpoint, stored))
+            check_tensors(config, shapes, whole_tensors(checkpoint, stored))
         if config.tie_word_embeddings and f"{HEAD}.weight" in stored:
             raise UserError(
                 f"found {HEAD} stored quantized for a config that ties it to the embedding, expected "
@@ -73,7 +75,7 @@ class Blueprint:
             recipes, decisions = decide_stored(linears, of_module, recipes, engine.strict)  # type: ignore[arg-type]
         else:
             decisions = decide(linears, recipes, engine.strict)  # type: ignore[arg-type]
-        recipes.check_device(device)
+        recipes.check_device(device, capability())
         return Blueprint(
             name=engine.model, config=config, engine=engine, tp=engine.tp, device=device,
             dtype=getattr(torch, engine.dtype), plan=plan, recipes=recipes, decisions=decisions, shapes=shapes,
@@ -120,6 +122,8 @@ class Blueprint:
         for name, shape in self.module_shapes():
             placement = Placement.of(self.plan, name, shape, self.tp)
             decision = self.decisions.get(name, Decision(None, "not a linear layer"))
+            forms = [self._form(name, decision.recipe, rank) for rank in range(self.tp)]
+            is_linear = name in self.decisions
             yield {
                 "name": name,
                 "plan": placement.plan,
@@ -128,7 +132,8 @@ class Blueprint:
                 "action": decision.action,
                 "recipe": decision.recipe.name if decision.recipe else "none",
                 "group_size": (decision.recipe.group_size or None) if decision.recipe else None,
-                "reason": decision.reason,
+                "reason": with_kernel(decision.reason, forms, self.device, self.dtype),
+                "kernel": self._kernel(forms[0], placement.local_shapes[0]) if is_linear else None,
             }
 
     def module_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -146,7 +151,8 @@ class Blueprint:
     def _rank_bytes(self, rank: int) -> int:
         total = 0
         for name, shape in self.module_shapes():
-            local = Placement.of(self.plan, name, shape, self.tp).local_shapes[rank]
+            style = style_of(self.plan, name)
+            local = shape if style is None else style.local_shape(shape, rank)
             decision = self.decisions.get(name)
             if name == HEAD and self.config.tie_word_embeddings and not (decision and decision.recipe):
                 continue  # shares the embedding's memory
@@ -156,6 +162,10 @@ class Blueprint:
                 total += packed_bytes(self._form(name, decision.recipe, rank), *local, self.dtype, self.device)
             total += self._bias_bytes(name, rank)
         return total
+
+    def _kernel(self, form: Form, local_shape: tuple[int, ...]) -> str:
+        rows, columns = local_shape
+        return kernel_name(form, rows, columns, self.device, self.dtype)
 
     def _form(self, name: str, recipe: Recipe | None, rank: int) -> Form:
         if recipe is None:
@@ -208,24 +218,6 @@ class Blueprint:
             "kv_cache_bytes_per_rank": self.kv_cache_bytes_per_rank(),
             "layers": list(self.layer_rows()),
         }
-
-
-def _stored_forms(checkpoint: Checkpoint) -> dict[str, StoredForm]:
-    """The recipe and shape of each weight that lies in the files quantized."""
-    forms = {}
-    for name, weight in checkpoint.quantized.items():
-        parts = {part: checkpoint.tensors[tensor] for part, tensor in weight.parts.items()}
-        shapes = {part: info.shape for part, info in parts.items()}
-        dtypes = {part: info.dtype for part, info in parts.items()}
-        forms[name] = recognize(name, weight.kind, weight.attributes, shapes, dtypes)
-    return forms
-
-
-def _whole_tensors(checkpoint: Checkpoint, stored: Mapping[str, StoredForm]) -> dict[str, TensorInfo]:
-    """The checkpoint's tensors, where those that are the parts of a quantized weight are seen as the weight."""
-    parts = names_of_parts(checkpoint.quantized)
-    plain = {name: info for name, info in checkpoint.tensors.items() if name not in parts}
-    return plain | {name: TensorInfo(form.shape) for name, form in stored.items()}
 
 
 def _eos_token_ids(engine: EngineConfig, checkpoint: Checkpoint, config: LlamaConfig) -> tuple[int, ...]:

@@ -21,7 +21,9 @@ from tpllama.checkpoint.dummy import DummyCheckpoint
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import UserError
 from tpllama.engine.executor import ModelMetadata
+from tpllama.kernels.layer import FusedLayer, FusedNorm, fits
 from tpllama.kernels.pack import pack
+from tpllama.kernels.pages import WeightMemory
 from tpllama.model.llama import Llama
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.plan import style_of
@@ -70,8 +72,10 @@ class LlamaLoader:
         _connect(model, blueprint, self._ranks)
         model.model.rotary.to(self._device)
         if blueprint.engine.compile == "on":
+            # Tuned, a product with one row is fused with what widens its weight; a GPU's alone.
+            options = {"coordinate_descent_tuning": True} if self._device.type == "cuda" else None
             for layer in model.model.layers:
-                layer.compile(dynamic=True)
+                layer.compile(dynamic=True, options=options)
         return model
 
 
@@ -83,7 +87,10 @@ class _Loader:
         self.checkpoint = checkpoint
         self.ranks = ranks
         self.device = device
-        self.reader = BlockReader(checkpoint, blueprint.dtype, device, blueprint.engine.strict)
+        self.memory = WeightMemory()
+        is_strict, placed = blueprint.engine.strict, lambda: self.memory.placed_bytes
+        self.reader = BlockReader(checkpoint, blueprint.dtype, device, is_strict, placed_bytes=placed)
+        self.is_fused = fits(blueprint.dtype, device) and blueprint.engine.compile != "on"
 
     def load(self, model: Llama, progress: Progress) -> None:
         try:
@@ -95,15 +102,24 @@ class _Loader:
         self._agree_on_bad_values()
 
     def _steps(self, model: Llama) -> Iterator[tuple[list[Job], Place]]:
-        """What to read for each module, and how it is installed then."""
+        """What to read for each module, and how it is installed then; a layer that is whole is fused."""
+        decoder = model.model
+        ends = {[*layer.modules()][-1]: index for index, layer in enumerate(decoder.layers)} if self.is_fused else {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 yield self._linear(name, module, model)
             else:
                 for parameter_name, parameter in module.named_parameters(recurse=False):
                     index = owned_slices(parameter)
-                    place = functools.partial(_place_parameter, module, parameter_name)
+                    place = functools.partial(self._place_parameter, module, parameter_name)
                     yield [(f"{name}.{parameter_name}", index)], place
+            if module in ends:
+                yield [], functools.partial(self._fuse, decoder.layers, ends[module])
+            elif self.is_fused and module is decoder.norm:
+                yield [], lambda _: decoder.set_submodule("norm", FusedNorm(decoder.norm))
+
+    def _fuse(self, layers: nn.ModuleList, index: int, _: Iterator[Tensor]) -> None:
+        layers[index] = self.memory.place(FusedLayer(layers[index], self.memory.place))
 
     def _linear(self, name: str, linear: nn.Linear, model: Llama) -> tuple[list[Job], Place]:
         style = style_of(self.blueprint.plan, name)
@@ -114,7 +130,9 @@ class _Loader:
         def place(tensors: Iterator[Tensor]) -> None:
             own_bias = next(tensors) if bias else None
             agree_max = self.ranks.max if is_row_split else None
-            model.set_submodule(name, pack(weight_of(tensors), own_bias, self.device.type, agree_max))
+            packed = pack(weight_of(tensors), own_bias, self.device.type, agree_max)
+            is_placed_later = self.is_fused and ".layers." in name
+            model.set_submodule(name, packed if is_placed_later else self.memory.place(packed))
 
         return [*bias, *jobs], place
 
@@ -152,6 +170,10 @@ class _Loader:
             (quantize(tensor, recipe, own, agree_scale) for tensor in tensors), rows.stop - rows.start
         )
 
+    def _place_parameter(self, module: nn.Module, name: str, tensors: Iterator[Tensor]) -> None:
+        module.register_parameter(name, nn.Parameter(next(tensors), requires_grad=False))
+        self.memory.place(module)
+
     def _agree_on_bad_values(self) -> None:
         """Every rank raises alike, whichever found a value that is no finite number."""
         if not self.blueprint.engine.strict:
@@ -162,10 +184,6 @@ class _Loader:
         worst = int(self.ranks.max(torch.tensor([place], device=self.device)))
         if worst >= 0:
             raise no_finite_number(names[worst])
-
-
-def _place_parameter(module: nn.Module, name: str, tensors: Iterator[Tensor]) -> None:
-    module.register_parameter(name, nn.Parameter(next(tensors), requires_grad=False))
 
 
 def _connect(model: Llama, blueprint: Blueprint, ranks: Ranks) -> None:
@@ -183,7 +201,8 @@ def weight_bytes(model: nn.Module) -> int:
     seen: dict[int, int] = {}
     for tensor in _plain_tensors(model):
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = tensor.numel() * tensor.element_size()
+        size = tensor.numel() * tensor.element_size()
+        seen[storage.data_ptr()] = max(size, seen.get(storage.data_ptr(), 0))  # of parts and their whole, the whole
     return sum(seen.values())
 
 

@@ -93,11 +93,12 @@ def _complain(program: str, error: Exception, code: int, is_debug: bool) -> int:
         import traceback
 
         traceback.print_exc()
-    # What the user gave is wrong on every rank alike: only the first says so. A failure is a rank's own.
+    # What the user gave is wrong on every rank alike: only the first says so. A failure is a rank's own, and that ranks
+    # of other hosts are lost is said on each host.
     rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
     is_loss = type(error).__name__ == "RankLost"
     is_own = code == 1 or getattr(error, "rank", None) is not None
-    if rank == "0" or (is_own and not is_loss):
+    if rank == "0" or (is_own and (not is_loss or os.environ.get("LOCAL_RANK") == "0")):
         text = " ".join(str(error).split()) or type(error).__name__
         whose = f"rank {rank} failed: " if rank != "0" else ""
         with contextlib.suppress(OSError):  # whose reader may be gone
@@ -122,14 +123,17 @@ def build_parser() -> argparse.ArgumentParser:
     quantize = commands.add_parser("quantize", help="write a quantized checkpoint, for any --tp and for transformers")
     quantize.add_argument("model", metavar="MODEL", help="directory, .gguf file, hub id org/name, or smollm2")
     quantize.add_argument("out", metavar="OUT", help="a new directory")
+    serve = commands.add_parser("serve", help="OpenAI's and llama-stack's HTTP routes")
+    _add_serving(serve)
     for command in (generate, chat):
         _add_sampling(command)
-    for command in (generate, chat, plan):
+    for command in (generate, chat, plan, serve):
         add_cache(command)
+        default = None if command is serve else "smollm2"
         command.add_argument(
-            "--model", default="smollm2", metavar="M", help="directory, .gguf file, hub id org/name, or smollm2"
+            "--model", default=default, metavar="M", help="directory, .gguf file, hub id org/name, or smollm2"
         )
-    for command in (generate, chat, plan, quantize):
+    for command in (generate, chat, plan, quantize, serve):
         add_common(command)
     return parser
 
@@ -166,6 +170,16 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     add("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens in one step")
     add("--no-prefix-caching", dest="prefix_caching", action="store_false", help="compute each prompt as a whole")
     add("--no-chunked-prefill", dest="chunked_prefill", action="store_false", help="compute each prompt in one step")
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="run.yaml: models, where they may lie, limits; flags win over it")
+    add("--host", metavar="H", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, metavar="N", help="8321; 0: any that is free")
+    add("--api-key", metavar="KEY", help="what 'Authorization: Bearer KEY' must say")
+    add("--model-root", action="append", default=[], metavar="DIR", help="where models may lie (repeatable)")
+    add("--state-file", metavar="FILE", help="keeps what is registered over HTTP")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

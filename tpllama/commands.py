@@ -116,6 +116,15 @@ def quantize(arguments: argparse.Namespace) -> None:
     note(f"wrote {out}, {human_bytes(sum(file.stat().st_size for file in out.iterdir()))}")
 
 
+def serve(arguments: argparse.Namespace) -> None:
+    """The HTTP server. Under torchrun the first rank listens, and the others load what it loads."""
+    try:
+        from tpllama.server import command
+    except ImportError as error:
+        raise UserError(f"found no {error.name}, expected it for a server, do: pip install 'tpllama[serve]'") from None
+    command.serve(arguments, engine_options(arguments))
+
+
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """What an EngineConfig is made of, but for the degree."""
     fields = {field.name for field in dataclasses.fields(EngineConfig)} - {"tp"}

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=off")
 _TIMEOUT_S = 120
 
 
@@ -39,9 +39,9 @@ def library(source: Path) -> ctypes.CDLL | str:
 
 
 def _compiled(source: Path, compiler: str) -> Path:
-    text = source.read_bytes()
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]  # with what it may include
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
-    digest = hashlib.blake2b(b"\0".join([text, version, *map(str.encode, _FLAGS)]), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(b"\0".join([*texts, version, *map(str.encode, _FLAGS)]), digest_size=8).hexdigest()
     folder = Path(os.environ.get("TPLLAMA_CACHE") or "~/.cache/tpllama").expanduser()
     target = folder / f"{source.stem}-{digest}.so"
     if target.exists():

@@ -47,36 +47,58 @@ class Preparation:
         degree = resolve_tp(tp, torchrun)
         self.config = EngineConfig(model=model, tp=degree, torchao_config=torchao_config, **options)
         RecipeMap.parse(torchao_config)  # a wrong name is said before anything is started
-        self.checkpoint: Checkpoint = open_for(self.config)
-        check_tp(LlamaConfig.from_hf(overridden(self.checkpoint, self.config.json_model_override_args)), degree)
         self.load_seconds = 0.0
         self.progress: Callable[[list[Any]], Iterable[Any]] = list  # see `build`
         self._leader: Leader | None = None
         self._has_joined = False
         self._followers: Followers | None = None
         self.place = torchrun or Place(0, degree, 0, degree)
-        if torchrun is None and degree > 1:
-            # Every rank reads the very files that the leader found.
-            base = self.checkpoint.base_path
-            engine = asdict(self.config)
-            engine |= {"model": str(self.checkpoint.path), "llama_model": None if base is None else str(base)}
-            self._followers = Followers(degree, {"engine": engine, "debug": debug}, os.environ)
-            if on_rank_death:
-                self._followers.on_death(on_rank_death, grace_s=3)
-            self.place = Place(0, degree, 0, degree, self._followers.port)
         with self._closing_on_error():
-            from tpllama.engine.grammar import Grammars
-            from tpllama.engine.tokenizer import Tokenizer
-            from tpllama.parallel.mesh import check_free
-            from tpllama.start import draw_blueprint
+            with self._telling_other_hosts():
+                self.checkpoint: Checkpoint = open_for(self.config)
+                check_tp(LlamaConfig.from_hf(overridden(self.checkpoint, self.config.json_model_override_args)), degree)
+                if torchrun is None and degree > 1:
+                    self._start_followers(debug, on_rank_death)
+                from tpllama.engine.grammar import Grammars
+                from tpllama.engine.tokenizer import Tokenizer
+                from tpllama.parallel.mesh import check_free
+                from tpllama.start import draw_blueprint, resolve_device
 
-            if degree > 1:
-                check_free()
-            self.blueprint = draw_blueprint(self.config, self.checkpoint)
+                if degree > 1:
+                    check_free()
+                resolve_device(self.config.device, self.place.local_rank)
+                self.blueprint = draw_blueprint(self.config, self.checkpoint)
             self._longest_request = self.blueprint.longest_request
             self.tokenizer = Tokenizer(self.checkpoint.tokenizer() if self.place.rank == 0 else None)
             self._eos = self._eos_token_ids()
             self.grammars = Grammars(self.tokenizer, self.blueprint.config.vocab_size, self._eos)
+
+    def _start_followers(self, debug: bool, on_rank_death: Callable[[Death], None] | None) -> None:
+        # Every rank reads the very files that the leader found.
+        base, degree = self.checkpoint.base_path, self.config.tp
+        engine = asdict(self.config)
+        engine |= {"model": str(self.checkpoint.path), "llama_model": None if base is None else str(base)}
+        self._followers = Followers(degree, {"engine": engine, "debug": debug}, os.environ)
+        if on_rank_death:
+            self._followers.on_death(on_rank_death, grace_s=3)
+        self.place = Place(0, degree, 0, degree, self._followers.port)
+
+    @contextmanager
+    def _telling_other_hosts(self) -> Iterator[None]:
+        """Where ranks are on several hosts: what one of them lacks is said by all, and none goes on."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.place.local_size == self.place.size:
+                raise
+            failure = error
+        if self.place.local_size < self.place.size:
+            from tpllama.parallel.hosts import check_hosts
+
+            checkpoint = None if failure else self.checkpoint
+            files = {file.name: file.stat().st_size for file in checkpoint.files} if checkpoint else {}
+            check_hosts(self.place, self.config.model, failure, files, checkpoint.fields if checkpoint else {})
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import math
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -37,16 +37,18 @@ _M_TRIM_THRESHOLD, _KEPT_BYTES = -1, 128 << 20
 class BlockReader:
     """Reads slices of a checkpoint's plain tensors in one dtype onto one device.
 
-    Before each block, freed memory goes back to the system if the process holds `held_bytes` more of it than at first.
+    Before each block, freed memory goes back to the system if the process holds `held_bytes` more of it than at first;
+    what weights take beside glibc's heap, `placed_bytes`, is none of it.
     bad: with `is_strict`, the first weight that was found to hold a value that is no finite number.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, is_strict: bool,
-        held_bytes: int = HELD_BYTES,
+        held_bytes: int = HELD_BYTES, placed_bytes: Callable[[], int] = int,
     ) -> None:  # fmt: skip
         keep_freed_memory()
-        self._most_idle = _idle_bytes() + held_bytes
+        self._placed_bytes = placed_bytes
+        self._most_idle = _idle_bytes() - placed_bytes() + held_bytes
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
@@ -72,7 +74,7 @@ class BlockReader:
         return whole
 
     def _bound_memory(self) -> None:
-        if _idle_bytes() > self._most_idle:
+        if _idle_bytes() - self._placed_bytes() > self._most_idle:
             give_back_memory()
 
     def check(self, name: str, *tensors: Tensor) -> None:

@@ -17,11 +17,12 @@ from tpllama.checkpoint.open import Checkpoint, overridden
 from tpllama.config import EngineConfig, UserError
 from tpllama.engine.cache import PagedCache
 from tpllama.engine.executor import ModelLoader, ModelMetadata
+from tpllama.engine.graphs import Capture, CudaCapture
 from tpllama.engine.memory import UNKNOWN_FREE_BYTES, CacheShape, fitting_blocks, free_host_bytes, sized
 from tpllama.engine.runner import Runner
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.mesh import join
-from tpllama.parallel.place import Place, threads_per_rank
+from tpllama.parallel.place import Place, own_cores, threads_per_rank
 
 # Host memory for the keys and values of preempted requests, where the cache is a GPU's.
 _SWAP_BYTES = 4 << 30
@@ -52,23 +53,37 @@ def start_rank(
     """Joins the other ranks (see `join`), loads this one's share. Raises UserError for files that can't be loaded."""
     torch.set_num_threads(threads_per_rank(place.local_size, os.environ))
     device = resolve_device(blueprint.engine.device, place.local_rank)
+    if device.type == "cpu" and (cores := own_cores(place, os.environ)):
+        os.sched_setaffinity(0, cores)  # threads that start from here on, torch's among them, keep to them
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh, ranks = join(place, device.type, listener, while_waiting)
-    _check_same_files(checkpoint, ranks, device)
-    load = loader_of(overridden(checkpoint, blueprint.engine.json_model_override_args))
-    loader: ModelLoader = load(blueprint, checkpoint, mesh, ranks, device, progress)
-    return run_model(loader, blueprint.engine, ranks, place.local_size, device)
+    try:
+        _check_same_files(checkpoint, ranks, device)
+        load = loader_of(overridden(checkpoint, blueprint.engine.json_model_override_args))
+        loader: ModelLoader = load(blueprint, checkpoint, mesh, ranks, device, progress)
+        is_recorded = device.type == "cuda" and blueprint.engine.compile != "off"
+        capture = CudaCapture() if is_recorded else None
+        return run_model(loader, blueprint.engine, ranks, place.local_size, device, capture)
+    except BaseException:
+        ranks.break_off()
+        raise
 
 
-def run_model(loader: ModelLoader, engine: EngineConfig, ranks: Ranks, local_size: int, device: torch.device) -> Runner:
-    """Loads the weights, then gives the cache its share of the memory that is left. local_size: ranks on this host."""
+def run_model(
+    loader: ModelLoader, engine: EngineConfig, ranks: Ranks, local_size: int, device: torch.device,
+    capture: Capture | None = None,
+) -> Runner:  # fmt: skip
+    """Loads the weights, then gives the cache its share of the memory that is left.
+
+    local_size: ranks on this host. capture: see `Runner`.
+    """
     model, metadata = loader.load(), loader.metadata
     shape = _agree_on_cache(metadata, engine, ranks, local_size, device)
     dtype = getattr(torch, engine.dtype)
     cache = PagedCache(shape, metadata.queries_per_kv, metadata.scale, dtype, device, is_alone=engine.batch_invariant)
-    is_bucketed = engine.compile == "on" or device.type == "cuda"
-    runner = Runner(model, metadata, ranks, cache, device, is_bucketed)
+    is_bucketed = engine.compile == "on"
+    runner = Runner(model, metadata, ranks, cache, device, is_bucketed, capture, engine.max_batch_size)
     runner.warm_up(engine.max_batch_tokens)
     return runner
 

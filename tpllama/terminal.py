@@ -146,7 +146,17 @@ def _plan_facts(report: dict[str, Any]) -> list[str]:
         f"weights per rank: {', '.join(map(human_bytes, report['bytes_per_rank']))}",
         f"KV cache per token and rank: {', '.join(map(human_bytes, report['kv_bytes_per_token_per_rank']))}",
         f"KV cache per rank: {caches}",
+        *_kernels(report),
     ]
+
+
+def _kernels(report: dict[str, Any]) -> list[str]:
+    """For each kernel, what takes it."""
+    becoming: dict[str, list[str]] = {}
+    for layer in report["layers"]:
+        if layer["kernel"]:
+            becoming.setdefault(layer["kernel"], []).append(layer["recipe"])
+    return [f"kernels of {', '.join(dict.fromkeys(recipes))}: {kernel}" for kernel, recipes in becoming.items()]
 
 
 def _distinct(shapes: list[list[int]]) -> list[list[int]]:

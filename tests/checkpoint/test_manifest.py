@@ -310,7 +310,6 @@ def test_a_weight_that_is_there_quantized_and_plain(unwatched: Path, fails: Fail
         ("scale", lambda part: part.to(torch.int8), "scale of dtype torch.int8"),
         ("zero_point", lambda part: part.unsqueeze(0), "zero_point has the shape"),
     ],
-    ids=str,
 )
 def test_parts_of_another_form(
     unwatched: Path, fails: Fails, part: str, change: Callable[[Tensor], Tensor], words: str

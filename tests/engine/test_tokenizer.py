@@ -170,3 +170,22 @@ def test_without_a_tokenizer_ids_are_served_and_text_is_an_error() -> None:
         none.encode("text")
     with pytest.raises(UserError, match="found no chat template"):
         none.encode_chat([{"role": "user", "content": "Hi"}])
+
+
+# What tokens stand for.
+
+
+@given(text=UNICODE)
+@settings(max_examples=100, deadline=None)
+def test_the_bytes_of_tokens_add_up_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assume(tokenizer.decode(ids) == text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+
+
+def test_the_bytes_of_other_tokens(tokenizer: Tokenizer, llama2_tokenizer: Tokenizer) -> None:
+    assert b"".join(map(llama2_tokenizer.token_bytes, llama2_tokenizer.encode("ab 中"))).decode() == " ab 中"
+    assert tokenizer.token_bytes(2) == b"<|im_end|>"
+    assert tokenizer.special_tokens["<|im_end|>"] == 2
+    assert tokenizer.decode([2]) == ""
+    assert tokenizer.token_bytes(60_000) == b""

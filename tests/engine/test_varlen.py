@@ -48,7 +48,7 @@ def test_only_caches_that_the_kernel_reads_take_it() -> None:
 
 
 def test_what_the_kernel_is_told_of_a_step() -> None:
-    step = VarlenAttention(CHUNKS, 256, 0.125, torch.device("cpu"), is_alone=False)
+    step = VarlenAttention.of(CHUNKS, 256, 0.125, torch.device("cpu"))
     assert step._starts.tolist() == [0, 1, 41, 44]
     assert step._lengths.tolist() == [301, 40, 258]
     assert step._tables.tolist() == [[2, 0], [1, 0], [4, 5]]

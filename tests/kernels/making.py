@@ -30,6 +30,21 @@ def neutral(name: str, weight: Tensor) -> Any:
     return quantize(weight, recipe, slice(0, weight.shape[1]))
 
 
+def neutral_of_any(name: str, weight: Tensor) -> Any:
+    """The same, also of recipes that torchao makes on GPUs alone."""
+    if not name.startswith("fp8dq"):
+        return neutral(name, weight)
+    from torchao.float8.inference import Float8MMConfig
+    from torchao.quantization import Float8Tensor, PerRow, PerTensor
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+    granularity = PerRow() if name.endswith("row") else PerTensor()
+    kwargs = QuantizeTensorToFloat8Kwargs(
+        torch.float8_e4m3fn, granularity=granularity, mm_config=Float8MMConfig(use_fast_accum=True)
+    )
+    return Float8Tensor.from_hp(weight, granularity=granularity, act_quant_kwargs=kwargs)
+
+
 def make(name: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Any, Tensor]:
     """A neutral weight and a bias."""
     generator = torch.Generator().manual_seed(seed)

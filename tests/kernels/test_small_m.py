@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -20,15 +21,22 @@ from torchao.quantization.quant_primitives import (
 )
 
 from tpllama.build import weight_bytes
-from tpllama.kernels import small_m
+from tpllama.kernels import amx, small_m
 from tpllama.kernels.cpu import Int4Linear
-from tpllama.kernels.int4 import OwnInt4Linear
+from tpllama.kernels.int4 import OwnInt4Linear, pack_int4
 from tpllama.kernels.linear import quantize_tokens, token_range
 from tpllama.kernels.pack import choose, form_of, pack, packed_bytes
 
 pytestmark = pytest.mark.skipif(small_m.level() < 0, reason=small_m.kernel_name())
 LEVELS = range(small_m.level() + 1)
 BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def without_amx() -> Iterator[None]:
+    """Many tokens are the library's here."""
+    with patch.dict(amx.MANY_ROWS, dict.fromkeys(amx.MANY_ROWS, 1 << 30)):
+        yield
 
 
 def by_library(packed: nn.Module, x: Tensor) -> Tensor:
@@ -155,14 +163,42 @@ def test_threads_share_the_outputs() -> None:
 
 
 def test_a_value_that_is_no_number_shows() -> None:
-    for name in ("int8dq", "8da4w-32"):
-        weight, _ = make(name, (32, 64), BFLOAT16)
-        x = torch.randn(2, 64).to(BFLOAT16)
+    for name in ON_CPU:
+        weight, _ = make(name, (32, 256), BFLOAT16)
+        x = torch.randn(2, 256).to(BFLOAT16)
         for bad in (float("nan"), -float("nan")):
             x[1, 40] = bad
             y = pack(weight, None, "cpu")(x)
             assert y[0].isfinite().all()
             assert y[1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "float8", "int4"])
+def test_small_values_count_beside_a_large_one(kind: small_m.Kind) -> None:
+    """A token's other values keep their precision where one is 10,000 times larger and its weights are zero."""
+    if not small_m.has(kind):
+        pytest.skip(small_m.kernel_name())
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-8, 8, (64, 256), generator=generator)
+    x = torch.randn(3, 256, generator=generator).to(BFLOAT16)
+    q[:, 100], x[:, 100] = 0, 1e4
+    dtypes = {"plain": BFLOAT16, "int8": torch.int8, "float8": torch.float8_e4m3fn}
+    weight = pack_int4(q.to(torch.int8)) if kind == "int4" else q.to(dtypes[kind])
+    scale = None if kind == "plain" else torch.ones(64, 8 if kind == "int4" else 1, dtype=BFLOAT16)
+    y = small_m.linear(kind, x, weight, 64, scale, None, 32 * (kind == "int4"))
+    assert_near(y, F.linear(x.double(), q.double()), BFLOAT16, times=1)
+
+
+@pytest.mark.skipif(not small_m.has("int4"), reason=small_m.kernel_name())
+@pytest.mark.parametrize("kind", ["int4", "int4_dynamic"])
+def test_int4_without_zeros(kind: small_m.Kind) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(0, 256, (18, 128), dtype=torch.uint8, generator=generator)
+    scale, x = torch.rand(18, 8, generator=generator).to(BFLOAT16), tokens(3, 256)
+    found = small_m.linear(kind, x, weight, 18, scale, None, 32)
+    assert torch.equal(found, small_m.linear(kind, x, weight, 18, scale, torch.zeros_like(scale), 32))
+    wide = small_m.many_rows("int4", x, weight, 18, scale, None, 32)
+    assert torch.equal(wide, small_m.many_rows("int4", x, weight, 18, scale, torch.zeros_like(scale), 32))
 
 
 def test_compiled_layers_use_it() -> None:

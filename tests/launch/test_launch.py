@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [ROOT / "launch/environment.sh", ROOT / "launch/generate.sh", ROOT / "launch/test.sh", ROOT / ".ci/run"]
+SCRIPTS = [ROOT / f"launch/{name}.sh" for name in ("environment", "generate", "serve", "test")] + [ROOT / ".ci/run"]
 TOOLS = "bash cat chmod dirname env find flock grep ls mkdir mv nproc readlink rm sed sha256sum sleep tail"
 
 # Answers what the scripts ask of Python; a "venv" is a copy of it, and of the commands pip would put there.
@@ -109,6 +109,23 @@ def test_what_makes_an_environment_stale(machine: Machine) -> None:
     machine.root = machine.root.rename(machine.root.with_name("moved"))
     machine.run("generate.sh", STUB_VERSION="3.12.1")
     assert machine.calls()[0] == "venv"
+
+
+def test_the_server_has_requirements_of_its_own(machine: Machine) -> None:
+    machine.run("generate.sh")
+    machine.calls()
+    code, out, err = machine.run("serve.sh", "--port", "1", CUDA_VISIBLE_DEVICES="")
+    ranks = min(2, len(os.sched_getaffinity(0)))
+    assert (code, out) == (0, f"{machine.bin}:tpllama serve --tp {ranks} --port 1\n")
+    assert "updating" in err
+    assert machine.calls()[0].endswith("[serve]")
+    for script in ("serve.sh", "generate.sh"):  # which it is current for
+        assert machine.run(script)[::2] == (0, "")
+    machine.run("test.sh")
+    assert machine.calls()[0].endswith("[dev]")
+    for script in ("test.sh", "serve.sh", "generate.sh"):
+        assert machine.run(script)[::2] == (0, "")
+    assert machine.calls() == []
 
 
 def test_interrupted_install_is_made_again_by_one_of_the_next(machine: Machine) -> None:

@@ -1,11 +1,11 @@
 """Attention of a step's tokens over the paged cache.
 
-On the CPU each sequence is one call, whose keys and values are read in one pass to where the arithmetic finds them in
-the processor's cache: that is faster than to use them where they lie, a few bytes of each slot at a time (figures:
-bench/attention.py). Neighbouring blocks are read as one piece. A long run of blocks that several texts begin with is
-read once for all of them: there are two softmaxes then, joined by the logarithms of their sums (Milakov and Gimelshein
-2018, arXiv 1805.02867). The query heads of a KV head become rows of one query matrix, so that keys and values are
-never repeated.
+In bfloat16 on the CPU our own C++ (kernels/fused.cpp) computes that of texts, of one token each, on keys and values
+where they lie. Otherwise each sequence is one call of torch's, whose keys and values are read in one pass to where the
+arithmetic finds them in the processor's cache (figures: bench/attention.py). Neighbouring blocks are read as one piece.
+A long run of blocks that several texts begin with is read once for all of them: there are two softmaxes then, joined by
+the logarithms of their sums (Milakov and Gimelshein 2018, arXiv 1805.02867). The query heads of a KV head become rows
+of one query matrix, so that keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tpllama.engine.batch import Chunk, Run
 from tpllama.engine.memory import CacheShape
-from tpllama.engine.varlen import VarlenAttention
+from tpllama.engine.native import NativeAttention
+from tpllama.engine.varlen import GatheredAttention, VarlenAttention
 
 if TYPE_CHECKING:
     from tpllama.engine.cache import Store
@@ -89,24 +90,29 @@ class SequencesAttention:
         self._scale = scale
 
     def attend(self, q: Tensor, keys: Store, values: Store) -> Tensor:
-        tokens, heads, head_dim = q.shape
-        kv_heads = heads // self._queries_per_kv
-        grouped = q.view(tokens, kv_heads, self._queries_per_kv, head_dim)
         # [1, kv_heads, queries_per_kv, head_dim] each: a token's query heads as queries.
-        rows = grouped.split(1) if self._texts else ()
+        rows = self._grouped(q).split(1) if self._texts else ()
         attended = [
             _attend(rows[row], place.read(keys), place.read(values), self._scale)[0] for row, place in self._texts
         ]
-        if len(attended) == tokens:
+        if len(attended) == len(q):
             return torch.cat(attended).view_as(q)
-        out = torch.zeros_like(grouped)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for (row, _), text in zip(self._texts, attended, strict=True):
-            out[row] = text[0]
+            self._grouped(out)[row] = text[0]
+        self.attend_others(q, out, keys, values)
+        return out
+
+    def attend_others(self, q: Tensor, out: Tensor, keys: Store, values: Store) -> None:
+        """Prompts and groups, to their rows of `out`, which is of q's shape."""
         for prompt in self._prompts:
-            self._prompt(prompt, grouped, out, keys, values)
+            self._prompt(prompt, self._grouped(q), self._grouped(out), keys, values)
         for group in self._groups:
-            self._group(group, grouped, out, keys, values)
-        return out.view_as(q)
+            self._group(group, self._grouped(q), self._grouped(out), keys, values)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[tokens, heads, head_dim] as [tokens, kv_heads, queries_per_kv, head_dim]."""
+        return x.unflatten(1, (-1, self._queries_per_kv))
 
     def _prompt(self, prompt: Prompt, grouped: Tensor, out: Tensor, keys: Store, values: Store) -> None:
         k, v = prompt.place.read(keys), prompt.place.read(values)
@@ -159,11 +165,12 @@ class Planner:
         self._dtype = dtype
         self._device = device
         self._is_alone = is_alone
+        self._is_native = NativeAttention.fits(self._stored, dtype, device)
 
-    def plan(self, chunks: tuple[Chunk, ...]) -> StepAttention:
-        """The attention of a step of these chunks."""
-        if VarlenAttention.fits(self._block_size, self._stored, self._device):
-            return VarlenAttention(chunks, self._block_size, self._scale, self._device, self._is_alone)
+    def plan(self, chunks: tuple[Chunk, ...], slots: Tensor) -> StepAttention | NativeAttention:
+        """The attention of a step of these chunks, whose keys and values go to `slots`."""
+        if self.has_kernel:
+            return VarlenAttention.of(chunks, self._block_size, self._scale, self._device)
         rows = itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
         singles: list[tuple[int, Chunk]] = []
         prompts: list[Prompt] = []
@@ -173,8 +180,28 @@ class Planner:
             else:
                 prompts.append(Prompt(row, self._place(chunk.runs, 0, chunk.stop), list(self._pieces(chunk))))
         groups, singles = ([], singles) if self._is_alone else self._groups(singles)
+        if self._is_native:
+            spans = [(row, list(spans_of(chunk.runs, 0, chunk.stop, self._block_size))) for row, chunk in singles]
+            others = SequencesAttention([], prompts, groups, self._queries_per_kv, self._scale)
+            return NativeAttention(slots, spans, self._scale, others)
         texts = [Text(row, self._place(chunk.runs, 0, chunk.stop)) for row, chunk in singles]
         return SequencesAttention(texts, prompts, groups, self._queries_per_kv, self._scale)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel that takes block tables."""
+        return VarlenAttention.fits(self._block_size, self._stored, self._device)
+
+    def over_tables(self, keys: Tensor, tables: Tensor) -> StepAttention:
+        """The attention of a step of one token of each text, which looks at keys [texts] in blocks tables [texts, n].
+
+        What these say counts when it is computed, so that the step can be recorded and replayed.
+        """
+        if not self.has_kernel:
+            return GatheredAttention(keys, tables, self._block_size, self._scale)
+        starts = torch.arange(len(keys) + 1, dtype=torch.int32, device=keys.device)
+        sizes = len(keys), 1, tables.shape[1] * self._block_size
+        return VarlenAttention(starts, keys, tables, sizes, self._block_size, self._scale)
 
     def _groups(self, singles: list[tuple[int, Chunk]]) -> tuple[list[Group], list[tuple[int, Chunk]]]:
         """Texts that share enough of their beginnings, and those that don't, by row."""

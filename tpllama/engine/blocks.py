@@ -71,6 +71,11 @@ class BlockPool:
         """Blocks that can be allocated."""
         return self._free.bit_count() + len(self._kept) + self.size - self._in_play
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.size - self.num_available
+
     def blocks_for(self, tokens: int) -> int:
         """How many blocks so many tokens take."""
         return -(-tokens // self.block_size)

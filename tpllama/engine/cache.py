@@ -15,6 +15,8 @@ from torch import Tensor
 from tpllama.engine.attention import Planner, StepAttention, spans_of
 from tpllama.engine.batch import Batch, Copy, Run
 from tpllama.engine.memory import SCALED_FORMS, CacheShape
+from tpllama.engine.native import NativeAttention
+from tpllama.kernels import fused
 from tpllama.kernels.cpu import widen
 
 _WIDENED_SLOTS = 512
@@ -84,9 +86,10 @@ class ScaledStore:
         return self._widen(self.data.data.index_select(0, slots), self.scales.data.index_select(0, slots))
 
     def _widen(self, data: Tensor, scales: Tensor) -> Tensor:
-        """Some slots at a time, for the processor's cache."""
+        """Some slots at a time, for the processor's cache; on a GPU all at once."""
         wide = torch.empty(data.shape, dtype=self._dtype, device=data.device)
-        for part, values, scale in zip(*(each.split(_WIDENED_SLOTS) for each in (wide, data, scales)), strict=True):
+        size = _WIDENED_SLOTS if data.is_cpu else max(1, len(data))
+        for part, values, scale in zip(*(each.split(size) for each in (wide, data, scales)), strict=True):
             torch.mul(widen(values.view(self._stored), torch.float32), scale, out=part)
         return wide.transpose(0, 1).unsqueeze(0)
 
@@ -105,10 +108,24 @@ class LayerCache:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k, v [tokens, kv_heads, head_dim]; attention of q [tokens, heads, head_dim] over what is stored."""
-        step = self._step
-        self.keys.write(step.slots, k)
-        self.values.write(step.slots, v)
-        return step.attention.attend(q, self.keys, self.values)
+        step, keys, values = self._step, self.keys, self.values
+        if isinstance(step.attention, NativeAttention):
+            assert isinstance(keys, PlainStore)
+            assert isinstance(values, PlainStore)
+            flat = q.flatten(1), k.flatten(1), v.flatten(1)
+            return step.attention.keep_and_attend(*flat, None, keys, values).view(q.shape)
+        keys.write(step.slots, k)
+        values.write(step.slots, v)
+        return step.attention.attend(q, keys, values)
+
+    def rotate_and_attend(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """The same of bfloat16 on the CPU: [tokens, heads * head_dim], not rotated yet. May rotate q and k in place."""
+        attention, keys, values = self._step.attention, self.keys, self.values
+        if isinstance(attention, NativeAttention) and isinstance(keys, PlainStore) and isinstance(values, PlainStore):
+            return attention.keep_and_attend(q, k, v, cos_sin, keys, values)
+        head_dim = cos_sin[0].shape[-1]
+        fused.rotate(q, k, head_dim, cos_sin)
+        return self.attend(*(each.unflatten(1, (-1, head_dim)) for each in (q, k, v))).flatten(1)
 
     def parts(self) -> tuple[Tensor, ...]:
         """All that is stored, each [slots, ...]."""
@@ -119,7 +136,7 @@ class CurrentStep:
     """What all layers of a step have in common: where its tokens are kept, int64 [tokens], and what they look at."""
 
     slots: Tensor
-    attention: StepAttention
+    attention: StepAttention | NativeAttention
 
 
 class PagedCache:
@@ -155,6 +172,25 @@ class PagedCache:
 
     def begin(self, batch: Batch, size: int) -> None:
         """Moves blocks as `batch` says, and prepares the step that computes it, filled up to `size` tokens."""
+        self.move(batch)
+        slots = [slot for chunk in batch.chunks for slot in slots_of(chunk.runs, chunk.start, chunk.stop, self.shape)]
+        filling = self.shape.num_blocks * self.shape.block_size
+        slots += [filling] * (size - len(slots))
+        self._step.slots = torch.tensor(slots, device=self.device)
+        self._step.attention = self._planner.plan(batch.chunks, self._step.slots)
+
+    def begin_over_tables(self, slots: Tensor, keys: Tensor, tables: Tensor) -> None:
+        """Prepares a step of one token of each text, of what these tensors will hold (see `Planner.over_tables`)."""
+        self._step.slots = slots
+        self._step.attention = self._planner.over_tables(keys, tables)
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether there is a kernel for `begin_over_tables`; without, all that is looked at is copied first."""
+        return self._planner.has_kernel
+
+    def move(self, batch: Batch) -> None:
+        """Moves blocks as `batch` says."""
         for cache, source, blocks in (
             (self._host, self.layers, batch.to_host),
             (self.layers, self.layers, batch.copies),
@@ -162,11 +198,6 @@ class PagedCache:
         ):
             if blocks:
                 self._move(cache, source, list(blocks))
-        slots = [slot for chunk in batch.chunks for slot in slots_of(chunk.runs, chunk.start, chunk.stop, self.shape)]
-        filling = self.shape.num_blocks * self.shape.block_size
-        slots += [filling] * (size - len(slots))
-        self._step.slots = torch.tensor(slots, device=self.device)
-        self._step.attention = self._planner.plan(batch.chunks)
 
     def _move(self, to: list[LayerCache], source: list[LayerCache], blocks: list[Copy]) -> None:
         size = self.shape.block_size

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from tpllama.engine.batch import Chunk, Draw, Scored
 from tpllama.engine.request import Request
 
 
 def next_chunk(request: Request, count: int) -> Chunk:
     """The next `count` tokens of a request. After the last one there is, a token is drawn, and for each sibling."""
+    request.begun_s = request.begun_s or time.perf_counter()
     start, stop = request.computed, request.computed + count
     draws = tuple(map(_draw, (request, *request.siblings))) if stop == request.length else ()
     runs = tuple(request.blocks.runs)

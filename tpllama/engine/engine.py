@@ -14,7 +14,7 @@ from tpllama.engine.grammar import Grammars
 from tpllama.engine.policy import Policy
 from tpllama.engine.request import Request, SamplingParams
 from tpllama.engine.scheduler import Scheduler
-from tpllama.engine.text import Piece, Prompt, Text
+from tpllama.engine.text import Piece, Pieces, Prompt, Text
 from tpllama.engine.tokenizer import Tokenizer
 from tpllama.engine.turns import Turns
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _CLOSED = "this LLM is closed"
+_NOTHING_LEFT = "a text is unfinished, but nothing is left to do"
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,46 @@ class Engine:
 
         priority: the lower goes first. An iterator that is dropped ends its requests.
         """
-        texts = [
+        return self._pieces(self.texts(prompts, params, priority))
+
+    def texts(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: int = 0) -> list[Text]:
+        """All texts that are asked for, checked but not begun. Raises UserError for a prompt that doesn't fit."""
+        return [
             text
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
             for text in self._new_texts(index, prompt, each, priority)
         ]
-        return self._pieces(texts)
+
+    def begin(self, texts: Sequence[Text], pieces: Pieces) -> None:
+        """Has texts wait for their turn; `pieces` takes what comes of them."""
+        for text in texts:
+            text.pieces = pieces
+        self._submitted.extend(texts)
+
+    def drop(self, texts: Sequence[Text]) -> None:
+        """Ends those of the texts that are not finished, soon, and takes their blocks back."""
+        self._dropped.extend(text for text in texts if text.request.finish_reason is None)
+        self._turns.settle()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are texts to go on with."""
+        return bool(self._texts or self._submitted or self._dropped)
+
+    def advance(self) -> None:
+        """Runs the next step, for a thread that runs them all. Raises what went wrong, after every text got it."""
+        with self._turns.take():
+            try:
+                if not self.step() and self._texts:
+                    raise AssertionError(_NOTHING_LEFT)
+            except Exception as error:
+                self._fail(error)
+                raise
 
     def _pieces(self, texts: list[Text]) -> Iterator[Piece]:
         pieces: deque[Piece | Exception] = deque()
-        for text in texts:
-            text.pieces = pieces
         try:
-            self._submitted.extend(texts)
+            self.begin(texts, pieces)
             unfinished = len(texts)
             while unfinished:
                 self._advance(pieces)
@@ -100,8 +128,7 @@ class Engine:
                     unfinished -= piece.output is not None
                     yield piece
         finally:
-            self._dropped.extend(text for text in texts if text.request.finish_reason is None)
-            self._turns.settle()
+            self.drop(texts)
 
     def _advance(self, pieces: deque[Piece | Exception]) -> None:
         """Waits until there are new pieces, and runs steps for all while nobody else does."""
@@ -115,7 +142,7 @@ class Engine:
     def _step_or_fail(self) -> None:
         try:
             if not self.step():
-                raise AssertionError("a text is unfinished, but nothing is left to do")
+                raise AssertionError(_NOTHING_LEFT)
         except BaseException as error:
             # What it did to blocks is not known: all texts end, and each raises where it is read.
             if isinstance(error, Exception):

@@ -103,6 +103,11 @@ class LLM:
         with self._preparation.blaming_ranks():
             yield from self.engine.generate(prompts, params, priority)
 
+    def advance(self) -> None:
+        """Runs the engine's next step (see `Engine.advance`). Raises what went wrong, a dead rank by name."""
+        with self._preparation.blaming_ranks():
+            self.engine.advance()
+
     def logits(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Logits of whole sequences of equal length, float32 [batch, seq, vocab]; one sequence is a batch of one."""
         rows, engine = _rows(token_ids), self.engine

@@ -5,6 +5,7 @@ The messages are pickled between the ranks of one run, which the same user start
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,10 +45,11 @@ class Leader:
             return self.runner.peak_memory_bytes()
 
     def stop(self) -> None:
-        """Ends the followers' loops, where they are in step; those that are not have to be ended from outside."""
-        if not self._is_broken:
-            with self._in_step(_STOP):
-                pass
+        """Ends the followers' loops; those that are out of step, by an error. Some may be gone already."""
+        with contextlib.suppress(RankLost), self._in_step(_STOP):
+            pass
+        if self._is_broken:
+            self._ranks.break_off()
 
     @contextmanager
     def _in_step(self, operation: str, *arguments: object) -> Iterator[None]:
@@ -62,8 +64,12 @@ class Leader:
 
 def follow(runner: Runner, ranks: Ranks) -> None:
     """A follower's loop: until told to stop, runs what the leader runs."""
-    while True:
-        operation, arguments = pickle.loads(ranks.broadcast(None))
-        if operation == _STOP:
-            return
-        getattr(runner, operation)(*arguments)
+    try:
+        while True:
+            operation, arguments = pickle.loads(ranks.broadcast(None))
+            if operation == _STOP:
+                return
+            getattr(runner, operation)(*arguments)
+    except BaseException:
+        ranks.break_off()
+        raise

@@ -159,7 +159,7 @@ class Request:
     `siblings` are the prompt's other samples, which begin once its keys and values are computed. `computed` counts the
     tokens whose keys and values lie in `blocks`; `host_blocks` has them while the request is swapped out. `digests`
     are those of its full blocks. `seen`: a bit for each token of prompt and text, where a repetition penalty needs it.
-    `has_failed`: its logits were no numbers.
+    `has_failed`: its logits were no numbers. `begun_s`: when it first ran, by time.perf_counter.
     """
 
     index: int
@@ -182,6 +182,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     has_failed: bool = False
+    begun_s: float = 0.0
     seen: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:

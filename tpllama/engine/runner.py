@@ -12,21 +12,23 @@ from torch import Tensor
 from tpllama.engine.batch import Batch, Chunk, Result, Sampled
 from tpllama.engine.cache import PagedCache
 from tpllama.engine.executor import CausalModel, ModelMetadata, bucket
+from tpllama.engine.graphs import Capture, DecodeGraphs
 from tpllama.engine.memory import CacheShape
 from tpllama.engine.request import TokenLogprobs
-from tpllama.engine.sampler import Sampler
+from tpllama.engine.sampler import Sampler, is_plainly_greedy
 from tpllama.parallel.collectives import Ranks
 
 
 class Runner:
     """A ModelExecutor on this rank's share of a model.
 
-    is_bucketed: steps are filled up to a few sizes, so that what was compiled or captured for one is used again.
+    is_bucketed: steps are filled up to a few sizes, so that what was compiled for one is used again. capture: records
+    decode steps of up to `most_texts`; without, they run as all others.
     """
 
     def __init__(
         self, model: CausalModel, metadata: ModelMetadata, ranks: Ranks, cache: PagedCache, device: torch.device,
-        is_bucketed: bool,
+        is_bucketed: bool, capture: Capture | None = None, most_texts: int = 0,
     ) -> None:  # fmt: skip
         self.model = model
         self.ranks = ranks
@@ -34,6 +36,7 @@ class Runner:
         self.device = device
         self.is_bucketed = is_bucketed
         self.sampler = Sampler(ranks, metadata.owned_tokens, metadata.vocab_size)
+        self.graphs = DecodeGraphs(model, self.sampler, cache, capture, most_texts) if capture else None
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -41,16 +44,23 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
-        """Runs a step of each size there is up to `most_tokens`, so that all is compiled before the first request."""
+        """Runs a step of each size there is up to `most_tokens`, so that all is compiled before the first request.
+
+        And records those of short texts.
+        """
         size = 0
         while self.is_bucketed and size < most_tokens:
             size = bucket(size + 1)
             self.cache.begin(Batch(), size)
             ids, ones = (torch.full((size,), value, device=self.device) for value in (0, 1))
             self.model(ids, ids, ones, self.cache.layers, ids[:1])
+        if self.graphs:
+            self.graphs.record_short()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Result]:
+        if self.graphs and self.graphs.takes(batch.chunks):
+            return self._replay(batch, self.graphs)
         tokens, positions, lengths = _columns(batch.chunks)
         drawn, scored = _selected(batch.chunks)
         ends = {end: row for row, end in enumerate(dict.fromkeys(drawn))}  # samples draw from one token's logits
@@ -66,6 +76,14 @@ class Runner:
         if len(ends) < len(drawn):
             to_draw = to_draw[[ends[end] for end in drawn]]
         return self._results(batch.chunks, to_draw, logits[len(ends) :])
+
+    def _replay(self, batch: Batch, graphs: DecodeGraphs) -> list[Result]:
+        logits, likeliest = graphs.run(batch)
+        rows = [row for row, chunk in enumerate(batch.chunks) for _ in chunk.draws]
+        if not all(is_plainly_greedy(draw) for chunk in batch.chunks for draw in chunk.draws):
+            return self._results(batch.chunks, logits[rows], logits[:0])
+        tokens = likeliest.tolist()
+        return [Result((Sampled(tokens[row]),) * len(chunk.draws)) for row, chunk in enumerate(batch.chunks)]
 
     def _results(self, chunks: tuple[Chunk, ...], drawn: Tensor, scored: Tensor) -> list[Result]:
         draws = [draw for chunk in chunks for draw in chunk.draws]

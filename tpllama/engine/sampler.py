@@ -47,7 +47,7 @@ class Sampler:
         if not draws:
             return []
         logits = logits.float()
-        tokens = self._winners(*self._best(edited(logits, draws, self.start), draws))
+        tokens = self._winners(*self._best(edited(logits, draws, self.start), draws)).tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         rows = [row for row, draw in enumerate(draws) if draw.logprobs is not None and tokens[row] >= 0]
         if rows:
@@ -72,14 +72,18 @@ class Sampler:
             value[rows], column[rows] = kind(_some(scores, rows), [draws[row] for row in rows])
         return value, column
 
-    def _winners(self, value: Tensor, column: Tensor) -> list[int]:
-        """The token id of each row's largest value over the ranks, the lowest id among equals."""
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """What `sample` finds for plain greedy draws, int64 [n]: on the device, so that a recorded step has it."""
+        return self._winners(*_likeliest(logits.float(), ()))
+
+    def _winners(self, value: Tensor, column: Tensor) -> Tensor:
+        """The token id of each row's largest value over the ranks, the lowest id among equals: int64 [n]."""
         # float64 holds every id exactly, so that one message carries both.
         offers = self.ranks.gather(torch.stack((value.double(), (column + self.start).double())))
         values, tokens = offers.unbind(1)
         best, rank = values.max(dim=0, keepdim=True)  # NaN, if there is one
         chosen = tokens.gather(0, rank).masked_fill(best == -math.inf, NO_TOKEN)
-        return chosen.masked_fill(~(best < math.inf), NO_NUMBERS)[0].long().tolist()
+        return chosen.masked_fill(~(best < math.inf), NO_NUMBERS)[0].long()
 
     def _unfiltered(self, scores: Tensor, draws: Sequence[Draw]) -> _Best:
         """With noise on every token."""
@@ -106,6 +110,11 @@ class Sampler:
         is_best = noisy == best[row]
         lowest = column.new_full((count,), width - 1).scatter_reduce_(0, row[is_best], column[is_best], "amin")
         return best.masked_fill(lowest_kept.isnan(), math.nan), lowest
+
+
+def is_plainly_greedy(draw: Draw) -> bool:
+    """Whether nothing but the largest logit counts, and only the token is wanted."""
+    return draw._replace(key=(0, 0, 0), top_k=0, top_p=1.0, min_p=0.0) == Draw()
 
 
 def _likeliest(scores: Tensor, _draws: Sequence[Draw]) -> _Best:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from typing import Any, Protocol
 
 from tpllama.config import UserError
@@ -20,9 +21,11 @@ Message = dict[str, Any]
 class HuggingFaceTokenizer(Protocol):
     """The part of transformers' tokenizers that is used here."""
 
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
     eos_token_id: int | None
+    added_tokens_decoder: dict[int, Any]
 
+    def convert_ids_to_tokens(self, token_ids: int) -> str | None: ...
     def encode(self, text: str, **kwargs: Any) -> list[int]: ...
     def decode(self, token_ids: SequenceOf[int], **kwargs: Any) -> str: ...
     def apply_chat_template(self, conversation: list[Message], **kwargs: Any) -> Any: ...
@@ -56,17 +59,62 @@ class Tokenizer:
         """The tokens of a raw prompt, with the special tokens that the tokenizer puts around a text."""
         return self._given().encode(_checked(text))
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
-        """The tokens of a conversation up to where the assistant speaks."""
+    @property
+    def chat_template(self) -> str:
+        """The source of the template that conversations with tools get; empty where there is none."""
+        template = self._inner.chat_template if self._inner else None
+        if isinstance(template, dict):
+            template = template.get("tool_use", template.get("default"))
+        return template or ""
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that `decode` leaves out, by name."""
+        return {name: number for number, (name, is_special) in self._added.items() if is_special}
+
+    @cached_property
+    def _added(self) -> dict[int, tuple[str, bool]]:
+        """Names of tokens that no merge makes, and whether `decode` leaves them out."""
+        added = self._inner.added_tokens_decoder if self._inner else {}
+        return {number: (str(token.content), bool(token.special)) for number, token in added.items()}
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for in a text, which may be part of a character; of a special token, its name."""
+        if token in self._added:
+            return self._added[token][0].encode()
+        return self._bytes_of(self._given().convert_ids_to_tokens(token) or "")
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether a character of a token's name is a byte, as in GPT-2's vocabulary, and not itself."""
+        backend = getattr(self._given(), "backend_tokenizer", None)
+        return "ByteLevel" in repr(backend.decoder) if backend is not None else False
+
+    def _bytes_of(self, name: str) -> bytes:
+        if self._is_byte_level:
+            numbers = [_BYTES_BY_NAME.get(character) for character in name]
+            return bytes(number for number in numbers if number is not None)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes.fromhex(name[3:5])
+        return name.replace("\u2581", " ").encode()
+
+    def encode_chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        """The tokens of a conversation up to where the assistant speaks, or speaks on (continue_final_message).
+
+        variables: what the template gets besides messages and tools, and `apply_chat_template`'s own options.
+        """
         if not self.has_chat_template:
             raise UserError("found no chat template in the model's tokenizer, expected one, use --raw prompts")
         if not messages:
             raise UserError("found an empty conversation, expected at least one message")
         from jinja2 import TemplateError
 
+        variables = {"add_generation_prompt": not variables.get("continue_final_message")} | variables
         try:
-            rendered = self._given().apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
+            rendered = self._given().apply_chat_template(messages, tools=tools, tokenize=False, **variables)
+        except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
                 f"found a conversation that the model's chat template refuses ({error}), expected roles and an order "
                 f"that it knows, change the messages"
@@ -83,6 +131,16 @@ class Tokenizer:
         if self._inner is None:
             raise UserError("found no tokenizer in the checkpoint, expected one for text, give token ids instead")
         return self._inner
+
+
+def _names_of_bytes() -> dict[str, int]:
+    """GPT-2's characters for bytes: a visible one of Latin-1 is itself, the others follow from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES_BY_NAME = _names_of_bytes()
 
 
 def _checked(text: str) -> str:
@@ -145,7 +203,7 @@ class TextStream:
             self.is_stopped = True
             piece, self._held = pending[: min(found)[1]], ""
         else:
-            held = max((_overlap(pending, stop) for stop in self._stop), default=0)
+            held = max((overlap(pending, stop) for stop in self._stop), default=0)
             piece, self._held = pending[: len(pending) - held], pending[len(pending) - held :]
         self.text += piece
         return piece
@@ -161,6 +219,6 @@ def _end_of(tokenizer: Tokenizer, ids: SequenceOf[int]) -> list[int]:
     return next((end for end in ends if not tokenizer.decode(end).startswith(_REPLACEMENT)), list(ids[-4:]))
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that `stop` begins with."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

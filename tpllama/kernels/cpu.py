@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels import small_m
+from tpllama.kernels import amx, small_m
 from tpllama.kernels.linear import (
     AgreeMax,
     Form,
@@ -53,7 +53,9 @@ class RowScaledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(x)
-        if self.scale.dtype == torch.bfloat16 and small_m.fits(self.kind, rows):
+        if self.scale.dtype == torch.bfloat16 and amx.fits(self.kind, rows):
+            y = amx.linear(self.kind, rows, self.qdata, self.qdata.shape[0], self.scale)
+        elif self.scale.dtype == torch.bfloat16 and small_m.fits(self.kind, rows):
             y = small_m.linear(self.kind, rows, self.qdata, self.qdata.shape[0], self.scale)
         elif self.kernel_fits and rows.shape[0] <= _FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows, self.qdata, self.scale)
@@ -90,9 +92,11 @@ class Int8DynamicLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = as_rows(x)
-        if small_m.fits("int8_dynamic", tokens):
+        is_many = amx.fits("int8_dynamic", tokens)
+        if is_many or small_m.fits("int8_dynamic", tokens):
             agreed = None if self.agree_max is None else self.agree_max(small_m.extremes(tokens))
-            y = small_m.linear("int8_dynamic", tokens, self.qdata, self.qdata.shape[0], self.scale, agreed=agreed)
+            linear = amx.linear if is_many else small_m.linear
+            y = linear("int8_dynamic", tokens, self.qdata, self.qdata.shape[0], self.scale, agreed=agreed)
             return like_rows(y if self.bias is None else y + self.bias, x)
         quantized, token_scale = quantize_tokens(tokens, self.agree_max)
         # ATen's kernel is wrong for a single column.

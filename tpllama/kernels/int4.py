@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpllama.kernels import small_m
+from tpllama.kernels import amx, small_m
 from tpllama.kernels.linear import AgreeMax, Form, as_rows, int4_parts, like_rows, quantize_dequantize_tokens
 
 _BLOCK = 128  # columns in 64 bytes: the first half of them in the low halves of the bytes
@@ -47,9 +47,11 @@ class OwnInt4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(x)
         parts = (self.packed, self.out_features, self.scale, self.zero, self.group_size)
-        if small_m.fits(self.kind, rows):
+        is_many = amx.fits(self.kind, rows)
+        if is_many or small_m.fits(self.kind, rows):
             agreed = None if self.agree_max is None else self.agree_max(small_m.extremes(rows))
-            y = small_m.linear(self.kind, rows, *parts, agreed)
+            linear = amx.linear if is_many else small_m.linear
+            y = linear(self.kind, rows, *parts, agreed)
         else:
             rows = quantize_dequantize_tokens(rows, self.agree_max) if self.dynamic else rows
             y = small_m.many_rows(self.kind, rows, *parts)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpllama.kernels import small_m
+from tpllama.kernels import amx, small_m
 
 AgreeMax = Callable[[Tensor], Tensor]
 Kind = Literal["plain", "int8", "int4", "float8", "other"]
@@ -39,9 +39,11 @@ class PlainLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, weight, bias = as_rows(x), self.weight, self.bias
-        if not (small_m.fits("plain", rows) and weight.dtype == torch.bfloat16 and weight.is_contiguous()):
+        is_many = amx.fits("plain", rows)
+        fits = (is_many or small_m.fits("plain", rows)) and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+        if not fits:
             return F.linear(x, weight, bias)
-        y = small_m.linear("plain", rows, weight, self.out_features)
+        y = (amx.linear if is_many else small_m.linear)("plain", rows, weight, self.out_features)
         return like_rows(y if bias is None else y + bias, x)
 
     @staticmethod
@@ -68,8 +70,6 @@ class DequantizingLinear(nn.Module):
         if dynamic is not None and weight.qdata.dtype == torch.int8:
             q, scale = quantize_tokens(x.reshape(-1, x.shape[-1]), self.agree_max)
             x = (q * scale).to(x.dtype).reshape(x.shape)
-        elif dynamic is not None and self.agree_max is None:
-            return F.linear(x, weight, self.bias)  # torchao's own float8 kernels
         elif dynamic is not None:
             x = round_to_float8(x, self.agree_max, per_tensor=type(dynamic.granularity).__name__ == "PerTensor")
         elif getattr(weight, "activation_quantization", None) is not None:
@@ -136,15 +136,23 @@ def quantize_tokens(tokens: Tensor, agree_max: AgreeMax | None) -> tuple[Tensor,
     return (tokens * (1.0 / scale)).round().clamp(-128, 127).to(torch.int8), scale
 
 
+def quantize_float8(tokens: Tensor, agree_max: AgreeMax | None, per_tensor: bool) -> tuple[Tensor, Tensor]:
+    """Tokens [n, features], n > 0, as float8 (e4m3fn), as torchao quantizes them, and their scale, float32.
+
+    One scale per token, [n, 1], or one for all, [1, 1].
+    """
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    low, high = token_range(tokens, agree_max)
+    largest = torch.maximum(-low, high)
+    scale = ((largest.amax().view(1, 1) if per_tensor else largest) / limit).float().clamp(min=1e-12)
+    return (tokens.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn), scale
+
+
 def round_to_float8(x: Tensor, agree_max: AgreeMax | None, per_tensor: bool) -> Tensor:
     """x as it is after torchao's dynamic quantization to float8 (e4m3fn), with one scale per token or one for all."""
     if x.numel() == 0:
         return x
-    tokens, limit = x.reshape(-1, x.shape[-1]), torch.finfo(torch.float8_e4m3fn).max
-    low, high = token_range(tokens, agree_max)
-    largest = torch.maximum(-low, high)
-    scale = ((largest.amax() if per_tensor else largest) / limit).float().clamp(min=1e-12)
-    rounded = (tokens.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
+    rounded, scale = quantize_float8(x.reshape(-1, x.shape[-1]), agree_max, per_tensor)
     return (rounded.float() * scale).to(x.dtype).reshape(x.shape)
 
 

@@ -6,18 +6,26 @@ recipe works at once through `DequantizingLinear`, and gains a kernel when a row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
+from tpllama.kernels import amx, cuda
 from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import AgreeMax, DequantizingLinear, Form, PlainLinear
+from tpllama.kernels.small_m import Kind
 
-PackedLinear = PlainLinear | DequantizingLinear | RowScaledLinear | Int8DynamicLinear | Int4Linear | OwnInt4Linear
+CpuLinear = RowScaledLinear | Int8DynamicLinear | Int4Linear | OwnInt4Linear
+PackedLinear = PlainLinear | DequantizingLinear | CpuLinear | cuda.CudaLinear
 
 
-def choose(form: Form, rows: int, columns: int, device: str, dtype: torch.dtype) -> type[PackedLinear]:
-    """The packed linear for a local weight [rows, columns] of a model in `dtype`."""
+def choose(
+    form: Form, rows: int, columns: int, device: str, dtype: torch.dtype, capability: cuda.Capability | None = None
+) -> type[PackedLinear]:
+    """The packed linear for a local weight [rows, columns] of a model in `dtype`. capability: of a GPU not here."""
     if form.kind == "plain":
         return PlainLinear
     if device == "cpu":
@@ -29,7 +37,38 @@ def choose(form: Form, rows: int, columns: int, device: str, dtype: torch.dtype)
             return OwnInt4Linear
         if form.kind == "int4" and Int4Linear.fits(rows, columns, form.group_size):
             return Int4Linear
+    if device == "cuda" and cuda.why_not(form, dtype, capability or cuda.capability()) is None:
+        return cuda.cuda_linear(form)
     return DequantizingLinear
+
+
+def why_dequantized(
+    form: Form, device: str, dtype: torch.dtype, capability: cuda.Capability | None = None
+) -> str | None:
+    """Why a quantized weight is dequantized on each call on a GPU, for people; None where it has a kernel."""
+    if device != "cuda" or form.kind == "plain":
+        return None
+    return cuda.why_not(form, dtype, capability or cuda.capability())
+
+
+def kernel_name(form: Form, rows: int, columns: int, device: str, dtype: torch.dtype) -> str:
+    """Whose kernels the linear of a local weight [rows, columns] takes, for people."""
+    chosen = choose(form, rows, columns, device, dtype)
+    if chosen is DequantizingLinear:
+        return "torch, dequantized on each call"
+    is_dynamic_int8 = chosen is Int8DynamicLinear  # in any dtype
+    if device != "cpu" or chosen is Int4Linear or not (dtype == torch.bfloat16 or is_dynamic_int8):
+        return "torch"
+    kind = f"{form.kind}_dynamic" if form.dynamic else form.kind
+    return amx.kernel_name(cast(Kind, kind), dtype)
+
+
+def with_kernel(reason: str, forms: Sequence[Form], device: str, dtype: torch.dtype) -> str:
+    """Why a weight becomes what it does (`reason`), and why a GPU has no kernel for some rank's form of it, if so."""
+    slow = next(filter(None, (why_dequantized(form, device, dtype) for form in forms)), None)
+    if slow is None:
+        return reason
+    return f"{'' if reason == 'as asked' else f'{reason}; '}dequantized on each call, for {slow}"
 
 
 def pack(weight: Tensor, bias: Tensor | None, device: str, agree_max: AgreeMax | None = None) -> nn.Module:

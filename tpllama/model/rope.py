@@ -21,6 +21,7 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     long_inv_freq: Tensor | None
+    exponents: Tensor | None
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -33,6 +34,9 @@ class RotaryEmbedding(nn.Module):
                 long = _scaled(_exponents(config), config.rope.theta, config.rope.parameters["long_factor"])
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("long_inv_freq", long, persistent=False)
+        # On the device, as the others: a step that is recorded can't fetch them.
+        exponents = _exponents(config) if config.rope.rope_type == "dynamic" else None
+        self.register_buffer("exponents", exponents, persistent=False)
 
     def forward(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each of shape positions.shape + (1, head_dim), to be broadcast over heads.
@@ -49,12 +53,12 @@ class RotaryEmbedding(nn.Module):
         if self.long_inv_freq is not None:
             is_long = lengths[..., None] > rope.original_max_position
             return torch.where(is_long, self.long_inv_freq, self.inv_freq)
-        if rope.rope_type == "dynamic":
+        if self.exponents is not None:
             # The base grows with the sequence once it is past the length the model was trained for.
             limit, factor, dim = self.config.max_position, rope.parameters["factor"], self.config.head_dim
             stretch = factor * lengths.clamp(min=limit).float() / limit - (factor - 1)
             base = rope.theta * stretch ** (dim / (dim - 2))
-            return base[..., None] ** -_exponents(self.config).to(base.device)
+            return base[..., None] ** -self.exponents
         return self.inv_freq
 
 

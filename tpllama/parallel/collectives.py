@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 # One message of this size carries a whole step's description; a longer one is followed by its rest.
 _FIRST_MESSAGE_BYTES = 4096
+# What gloo says of a connection that ended, because the other process did or its host is out of reach.
+_LOST = ("closed by", "reset by peer", "broken pipe", "timed out", "no route to host", "unreachable")
 
 
 class RankLost(RuntimeError):
@@ -44,6 +47,9 @@ class Ranks(Protocol):
     def broadcast(self, message: bytes | None) -> bytes:
         """The leader's message, on every rank; the others give None."""
 
+    def break_off(self) -> None:
+        """This rank will do no more: the others, where they wait for it, end with RankLost."""
+
 
 class OneRank:
     """No other process: every operation is the identity."""
@@ -64,6 +70,9 @@ class OneRank:
         assert message is not None
         return message
 
+    def break_off(self) -> None:
+        pass
+
 
 class ProcessGroupRanks:
     """Ranks joined by torch.distributed: `group` for tensors, `control` for messages between hosts' memories."""
@@ -82,13 +91,13 @@ class ProcessGroupRanks:
 
     def _reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         x = x.contiguous()
-        with _losing_ranks():
+        with losing_ranks():
             dist.all_reduce(x, op=op, group=self.group)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with _losing_ranks():
+        with losing_ranks():
             dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.stack(parts)
 
@@ -98,7 +107,7 @@ class ProcessGroupRanks:
             framed = len(message).to_bytes(8, "little") + message
             head = framed[:_FIRST_MESSAGE_BYTES]
             first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        with _losing_ranks():
+        with losing_ranks():
             dist.broadcast(first, group=self.control, group_src=0)
         data = first.numpy().tobytes()
         length = int.from_bytes(data[:8], "little")
@@ -108,21 +117,27 @@ class ProcessGroupRanks:
         rest = torch.zeros(rest_length, dtype=torch.uint8)
         if message is not None:
             rest = torch.frombuffer(bytearray(message[_FIRST_MESSAGE_BYTES - 8 :]), dtype=torch.uint8)
-        with _losing_ranks():
+        with losing_ranks():
             dist.broadcast(rest, group=self.control, group_src=0)
         return data[8:] + rest.numpy().tobytes()
 
+    def break_off(self) -> None:
+        """Nothing: who leaves the group closes the connections on which the others wait."""
+
 
 @contextmanager
-def _losing_ranks() -> Iterator[None]:
+def losing_ranks() -> Iterator[None]:
     """A collective fails when another rank breaks off; other failures are this rank's own."""
     try:
         yield
     except RuntimeError as error:
-        text = str(error).lower()
+        text = " ".join(str(error).split())
         is_loss = isinstance(error, (dist.DistNetworkError, dist.DistBackendError))
-        if is_loss or any(words in text for words in ("closed by", "reset by peer", "broken pipe", "timed out")):
-            raise RankLost(f"lost another rank: {' '.join(str(error).split())[:200]}") from error
+        if is_loss or any(words in text.lower() for words in _LOST):
+            said = re.sub(
+                r"^\[\S+:\d+\] |\. This is typically caused by .*", "", text
+            )  # gloo's place in its source, advice
+            raise RankLost(f"lost another rank: {said[:200]}") from error
         raise
 
 

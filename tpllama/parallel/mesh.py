@@ -9,16 +9,18 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
-from tpllama.parallel import shared_memory
+from tpllama.parallel import shared_memory, symmetric
 from tpllama.parallel.collectives import OneRank, ProcessGroupRanks, Ranks
+from tpllama.parallel.hierarchical import HierarchicalRanks
+from tpllama.parallel.hosts import interface_towards, neighbours, noticing_lost_hosts, torchrun_store
 from tpllama.parallel.place import Place
 
 # Followers wait in a collective while the leader waits for its user; a rank that died is noticed at once
-# through its closed connection, so the limit only has to be out of the way.
+# through its closed connection, a host that is cut off by the kernel (see `hosts`), so the limit only has to be out
+# of the way.
 _PATIENCE = timedelta(days=7)
 
 
@@ -43,9 +45,17 @@ def join(
     if place.size == 1:
         return None, OneRank()
     check_free()
+    with noticing_lost_hosts(place):
+        return _join(place, device_type, listener, while_waiting)
+
+
+def _join(
+    place: Place, device_type: str, listener: socket.socket | None, while_waiting: Callable[[], None]
+) -> tuple[DeviceMesh, Ranks]:
     backend = "nccl" if device_type == "cuda" else "gloo"
     if place.port is None:
-        store: Store = _torchrun_store(place)
+        _choose_interface(place)
+        store = torchrun_store(place, "joined")
     else:
         # All ranks are on this host: its loopback interface needs no look-up of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -62,19 +72,19 @@ def join(
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=_PATIENCE)
     mesh = init_device_mesh(device_type, (place.size,), mesh_dim_names=("tp",))
     group = mesh.get_group("tp")
-    if backend == "gloo" and shared_memory.is_available(group):
+    if backend == "nccl":
+        nccl = ProcessGroupRanks(group, dist.new_group(backend="gloo", timeout=_PATIENCE))
+        return mesh, symmetric.fastest(nccl, is_one_host=place.local_size == place.size)
+    hosts = neighbours(group, shared_memory.is_available())
+    if len(hosts) == 1:
         return mesh, shared_memory.SharedMemoryRanks(group)
-    control = group if backend == "gloo" else dist.new_group(backend="gloo", timeout=_PATIENCE)
-    return mesh, ProcessGroupRanks(group, control)
+    return mesh, HierarchicalRanks(group, hosts, _PATIENCE)
 
 
-def _torchrun_store(place: Place) -> Store:
-    """What torchrun's ranks meet in, with a part of its own for each group that this process joins, one by one.
-
-    The store outlives a group: the next one would find this one's addresses in it.
-    """
-    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
-    return PrefixStore(f"tpllama {store.add(f'tpllama joined by {place.rank}', 1)}", store)
+def _choose_interface(place: Place) -> None:
+    """Has gloo use the network on which torchrun's ranks have found each other, unless the user says which."""
+    if place.local_size < place.size and (name := interface_towards(os.environ.get("MASTER_ADDR", ""))):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _wait_for_all(store: Store, place: Place, while_waiting: Callable[[], None]) -> None:

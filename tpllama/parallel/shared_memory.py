@@ -15,7 +15,6 @@ import ctypes
 import mmap
 import os
 import platform
-import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from tpllama.parallel.collectives import RankLost
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _SLOT_BYTES = 1 << 18
 _COUNTER_STRIDE = 8  # int64 counters, one per cache line
+_FLAG = 1  # behind a rank's counter, in its cache line: not 0 once it has broken off
 # Waiting: spin while an answer may come within microseconds, then give way, then sleep.
 _SPINS, _NATIVE_SPINS = 400, 1000
 _YIELD_S = 0.005
@@ -55,13 +55,9 @@ class _State(ctypes.Structure):
     operation: int
 
 
-def is_available(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of `group` can talk this way: all on one host, and stores keep their order or C++ minds it."""
-    can = hasattr(os, "memfd_create") and (platform.machine() in ("x86_64", "AMD64") or _native() is not None)
-    mine = (can, socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text() if can else "")
-    all_ranks = [mine] * group.size()
-    dist.all_gather_object(all_ranks, mine, group=group)
-    return can and all(each == mine for each in all_ranks)
+def is_available() -> bool:
+    """Whether this process can talk this way to others on its host: stores keep their order, or C++ minds it."""
+    return hasattr(os, "memfd_create") and (platform.machine() in ("x86_64", "AMD64") or _native() is not None)
 
 
 def _native() -> ctypes.CDLL | None:
@@ -109,6 +105,7 @@ class SharedMemoryRanks:
         places = [mine] * self.size
         dist.all_gather_object(places, mine, group=group)
         self._pids = [pid for pid, *_ in places]
+        self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
         # Spinning takes a core from the rank that is waited for, where there are more ranks than cores.
         self._spins = _SPINS if len(set().union(*(cores for _, _, cores, _ in places))) >= self.size else 0
         if not all(is_native for *_, is_native in places):
@@ -240,11 +237,17 @@ class SharedMemoryRanks:
                 checked = now
                 self._check_alive(other)
 
+    def break_off(self) -> None:
+        """Has the others end with an error where they wait for this rank, whose process may go on without them."""
+        self._counters[self.rank * _COUNTER_STRIDE + _FLAG] = 1
+
     def _check_alive(self, other: int) -> None:
         """Raises RankLost for a process that is gone, or has ended, but its parent has taken no note of it yet."""
+        if self._counters[other * _COUNTER_STRIDE + _FLAG]:
+            raise RankLost(f"{self._names[other]} broke off")
         try:
             state = Path(f"/proc/{self._pids[other]}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             state = "X"
         if state in ("X", "Z"):
-            raise RankLost(f"rank {other} is gone")
+            raise RankLost(f"{self._names[other]} is gone")

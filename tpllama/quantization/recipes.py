@@ -75,7 +75,7 @@ class Family:
 
     extent: the part of a weight that shares one scale. group_sizes: those the user may ask for, none for
     other extents. dynamic: activations are quantized too, per token, as they come. kind: what a weight becomes.
-    devices: where it can run, for which `needs` says what else it needs; multiple_of: of what sizes must be one.
+    devices: where it can run, a GPU from compute capability `capability` on; multiple_of: of what sizes must be one.
     saved_config: torchao's own config for a checkpoint's config.json, where ours isn't one of torchao's.
     """
 
@@ -86,7 +86,7 @@ class Family:
     kind: Kind
     group_sizes: tuple[int, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
-    needs: str = ""
+    capability: tuple[int, int] = (0, 0)
     multiple_of: int = 1
     saved_config: Callable[[int], Any] | None = None
 
@@ -97,20 +97,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("int4wo", _int4wo, "group", False, "int4", (32, 64, 128, 256), saved_config=_int4wo_of_torchao),
     Family("8da4w", _8da4w, "group", True, "int4", (32, 64, 128)),
     Family("fp8wo", _fp8wo, "row", False, "float8"),
-    Family(
-        "fp8dq-per_row", _fp8dq_per_row, "row", True, "float8", (), ("cuda",), "a GPU of compute capability 8.9", 16
-    ),
-    Family(
-        "fp8dq-per_tensor",
-        _fp8dq_per_tensor,
-        "tensor",
-        True,
-        "float8",
-        (),
-        ("cuda",),
-        "a GPU of compute capability 8.9",
-        16,
-    ),
+    Family("fp8dq-per_row", _fp8dq_per_row, "row", True, "float8", (), ("cuda",), (8, 9), 16),
+    Family("fp8dq-per_tensor", _fp8dq_per_tensor, "tensor", True, "float8", (), ("cuda",), (8, 9), 16),
 )
 
 
@@ -160,14 +148,18 @@ class RecipeMap:
             )
         return RecipeMap(text, rules, quantize_lm_head)
 
-    def check_device(self, device: str) -> None:
-        """Raises UserError for a recipe that `device` can't run."""
+    def check_device(self, device: str, capability: tuple[int, int] | None = None) -> None:
+        """Raises UserError for a recipe that `device`, a GPU of a compute capability if that is known, can't run."""
         for _, recipe in self.rules:
-            if recipe is not None and device not in recipe.family.devices:
-                raise UserError(
-                    f"found torchao config {recipe.name!r} on {device}, expected {recipe.family.needs}, "
-                    f"choose one of {', '.join(_runnable(device))}"
-                )
+            if recipe is None or _runs(recipe, device, capability):
+                continue
+            found = device if device != "cuda" or capability is None else f"a GPU of {'{}.{}'.format(*capability)}"
+            needed = "{}.{}".format(*recipe.family.capability)
+            runnable = [name for name, each in RECIPES.items() if each is None or _runs(each, device, capability)]
+            raise UserError(
+                f"found torchao config {recipe.name!r} on {found}, expected a GPU of compute capability {needed}, "
+                f"choose one of {', '.join(runnable)}"
+            )
 
     def recipe_for(self, module: str) -> Recipe | None:
         """The recipe asked for module `module`. The output head takes part only where it is named or asked for."""
@@ -196,8 +188,9 @@ def _recipe(name: str) -> Recipe | None:
     return RECIPES[name]
 
 
-def _runnable(device: str) -> list[str]:
-    return [name for name, recipe in RECIPES.items() if recipe is None or device in recipe.family.devices]
+def _runs(recipe: Recipe, device: str, capability: tuple[int, int] | None) -> bool:
+    is_able = device != "cuda" or capability is None or capability >= recipe.family.capability
+    return device in recipe.family.devices and is_able
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

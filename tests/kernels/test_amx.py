@@ -1,0 +1,171 @@
+"""Our own kernels for many tokens: right at any shape, the same for a token whoever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.making import ON_CPU, ROUNDING, make, tokens_as_seen, values
+from torch import Tensor, nn
+
+from tpllama.kernels import amx, small_m
+from tpllama.kernels.linear import quantize_tokens
+from tpllama.kernels.pack import pack
+
+pytestmark = pytest.mark.skipif(not amx.is_there(), reason=amx.why_not() or "")
+BFLOAT16 = torch.bfloat16
+
+
+@contextmanager
+def from_row(count: int) -> Iterator[None]:
+    """From so many rows on ours are taken."""
+    with patch.dict(amx.MANY_ROWS, dict.fromkeys(amx.MANY_ROWS, count)):
+        yield
+
+
+def ours(packed: nn.Module, x: Tensor) -> Tensor:
+    with from_row(1):
+        return packed(x)
+
+
+def others(packed: nn.Module, x: Tensor) -> Tensor:
+    with from_row(1 << 30):
+        return packed(x)
+
+
+def tokens(count: int, columns: int, seed: int = 0) -> Tensor:
+    """Of very different sizes, one of them zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, columns, generator=generator) * 10.0 ** torch.randint(-3, 3, (count, 1), generator=generator)
+    x[count // 2] *= count > 2
+    return x.to(BFLOAT16)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(ON_CPU), rows=st.one_of(st.integers(1, 70), st.just(530)), outputs=st.integers(1, 290),
+    columns=st.one_of(st.integers(1, 200), st.integers(1, 20).map(lambda n: 32 * n), st.integers(2000, 2200)),
+    with_bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape_equals_float64_and_the_other_kernels(
+    name: str, rows: int, outputs: int, columns: int, with_bias: bool, seed: int
+) -> None:
+    if name != "none":  # torchao can't do with one column, nor its int4 with odd ones
+        columns += columns % 2
+    weight, bias = make(name, (outputs, columns), BFLOAT16, seed)
+    x = tokens(rows, columns, seed)
+    packed = pack(weight, bias if with_bias else None, "cpu")
+    y = ours(packed, x)
+    seen, own_bias = tokens_as_seen(x, weight), bias.double() if with_bias else None
+    exact = F.linear(seen, values(weight), own_bias)
+    sizes = F.linear(seen.abs(), values(weight).abs(), None if own_bias is None else own_bias.abs())
+    assert ((y.double() - exact).abs() <= 2 * ROUNDING[BFLOAT16] * sizes + 1e-7).all()
+    if name == "int8dq":
+        assert torch.equal(y, others(packed, x))
+
+
+def test_int8dq_is_the_librarys_bit_for_bit() -> None:
+    """Also where outputs are among bfloat16's smallest numbers."""
+    for outputs, columns, size in ((64, 256, 1.0), (33, 70, 1.0), (18, 2100, 1.0), (40, 64, 1e-33)):
+        weight, _ = make("int8dq", (outputs, columns), BFLOAT16)
+        packed, x = pack(weight, None, "cpu"), tokens(40, columns)
+        packed.scale *= size
+        x[3] = torch.linspace(-255, 255, columns).round() / 2  # ties
+        q, scale = quantize_tokens(x, None)
+        expected = (torch._int_mm(q, packed.qdata.t()).float() * scale * packed.scale).to(BFLOAT16)
+        assert expected.count_nonzero() > expected.numel() // 2
+        assert torch.equal(ours(packed, x), expected)
+        if size == 1:  # where few tokens' kernel runs without AVX-512 it is the library's, too
+            assert torch.equal(others(packed, x), expected)
+
+
+@pytest.mark.parametrize("name", ["int8dq", "8da4w-32"])
+def test_a_range_that_ranks_agreed_on_counts(name: str) -> None:
+    weight, _ = make(name, (40, 256), BFLOAT16)
+    x = tokens(600, 256)  # more than are multiplied at once
+    y = ours(pack(weight, None, "cpu", lambda extremes: extremes * 2), x)
+    assert torch.equal(y, torch.cat([ours(pack(weight, None, "cpu", lambda e: e * 2), part) for part in x.split(77)]))
+    assert not torch.equal(y, ours(pack(weight, None, "cpu"), x))
+    if name == "int8dq":
+        assert torch.equal(y, others(pack(weight, None, "cpu", lambda extremes: extremes * 2), x))
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_token_is_computed_alike_whoever_is_beside_it(name: str) -> None:
+    """One, a few, and more than are multiplied at once; in one block of columns and in two."""
+    for columns in (256, 2304):
+        weight, _ = make(name, (100, columns), BFLOAT16)
+        packed, x = pack(weight, None, "cpu"), tokens(530, columns)
+        together = ours(packed, x)
+        for first, last in ((0, 1), (1, 3), (3, 19), (19, 51), (51, 180), (180, 530)):
+            assert torch.equal(ours(packed, x[first:last]), together[first:last])
+
+
+def test_threads_share_the_outputs() -> None:
+    before = torch.get_num_threads()
+    try:
+        for name in ON_CPU:
+            weight, _ = make(name, (200, 256), BFLOAT16)
+            packed, x = pack(weight, None, "cpu"), tokens(50, 256)
+            found = []
+            for threads in (1, 2, 3, 16):
+                torch.set_num_threads(threads)
+                found.append(ours(packed, x))
+            assert all(torch.equal(each, found[0]) for each in found)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_value_that_is_no_number_shows_in_its_token_alone(name: str) -> None:
+    weight, _ = make(name, (32, 128), BFLOAT16)
+    packed = pack(weight, None, "cpu")
+    for bad in (float("nan"), -float("nan"), float("inf")):
+        x = torch.randn(20, 128).to(BFLOAT16)
+        good = ours(packed, x)
+        x[7, 40] = bad
+        y, other = ours(packed, x), others(packed, x)
+        rest = torch.arange(20) != 7
+        assert torch.equal(y[rest], good[rest])
+        assert torch.equal(y[7].isfinite(), other[7].isfinite())
+        assert not y[7].isfinite().any()
+
+
+def test_compiled_layers_use_it() -> None:
+    weight, _ = make("int8dq", (64, 128), BFLOAT16)
+    packed = pack(weight, None, "cpu")
+    compiled = torch.compile(packed, backend="aot_eager", dynamic=True, fullgraph=True)
+    for count in (2, 40, 130):
+        x = tokens(count, 128)
+        assert torch.equal(compiled(x), packed(x))
+
+
+def test_the_library_computes_between_two_calls() -> None:
+    """It has its own settings of the tiles, on the same threads."""
+    weight, _ = make("none", (64, 256), BFLOAT16)
+    packed, x, a = pack(weight, None, "cpu"), tokens(40, 256), torch.randn(256, 256).to(BFLOAT16)
+    y, product = ours(packed, x), a @ a
+    for _ in range(3):
+        assert torch.equal(ours(packed, x), y)
+        assert torch.equal(a @ a, product)
+
+
+def test_without_it_others_compute_and_say_so() -> None:
+    with patch.object(amx, "_native", lambda: "this processor has no AMX"):
+        assert amx.why_not() == "this processor has no AMX"
+        assert amx.kernel_name("int8").startswith(small_m.kernel_name())
+        assert "AMX" not in amx.kernel_name("int8")
+        weight, _ = make("int8wo", (64, 256), BFLOAT16)
+        packed, x = pack(weight, None, "cpu"), torch.randn(64, 256).to(BFLOAT16)
+        assert not amx.fits("int8", x)
+        assert torch.equal(packed(x), others(packed, x))
+    with from_row(3):
+        assert amx.kernel_name("int8") == f"{small_m.kernel_name()}; from 3 rows on own, AMX"
+    with from_row(1):
+        assert amx.kernel_name("int8") == "own, AMX"

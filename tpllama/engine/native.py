@@ -1,0 +1,51 @@
+"""Attention over the paged cache in our own C++ (kernels/fused.cpp), for models and caches in bfloat16 on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tpllama.kernels import fused
+
+if TYPE_CHECKING:
+    from tpllama.engine.attention import SequencesAttention
+    from tpllama.engine.cache import PlainStore
+
+
+class NativeAttention:
+    """Of texts, one token each, on keys and values where they lie; what else a step has, `others` computes.
+
+    slots int64 [tokens]: where keys and values go. spans: of each text its row of the step, and (first slot, number of
+    slots) of what it looks at.
+    """
+
+    def __init__(
+        self, slots: Tensor, spans: list[tuple[int, list[tuple[int, int]]]], scale: float, others: SequencesAttention
+    ) -> None:
+        self._step = fused.Step(slots, spans, scale)
+        self._others = others
+
+    @staticmethod
+    def fits(stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether there is code for a cache of a stored dtype, and computation in `dtype`."""
+        return stored == dtype == torch.bfloat16 and device.type == "cpu" and fused.is_available()
+
+    def keep_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor] | None, keys: PlainStore,
+        values: PlainStore,
+    ) -> Tensor:  # fmt: skip
+        """Stores k, v [tokens, kv_heads * head_dim]; attention of q [tokens, heads * head_dim].
+
+        With cos_sin, q and k are rotated before: q where it is.
+        """
+        head_dim = keys.data.shape[-1]
+        # Rows that only fill up a step are nobody's.
+        make = torch.empty if self._step.texts == len(q) else torch.zeros
+        out = make(q.shape, dtype=q.dtype)
+        fused.attend(self._step, q, k, v, head_dim, cos_sin, keys.data, values.data, out)
+        if self._step.texts < len(q):
+            q, in_heads = (each.unflatten(1, (-1, head_dim)) for each in (q, out))
+            self._others.attend_others(q, in_heads, keys, values)
+        return out

@@ -1,0 +1,95 @@
+"""Linears of many tokens in our own C++ (amx.cpp), on Intel's AMX and on weights as small_m.cpp has them.
+
+A prompt, or a step of several texts, is bound by multiplication: its tokens share each reading of the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tpllama.kernels import small_m
+from tpllama.kernels.small_m import Kind
+from tpllama.native import library
+
+# From this many rows of activations on they beat small_m.cpp: at once where weights need no unpacking.
+MANY_ROWS: dict[str, int] = {"plain": 1, "int8": 6, "float8": 6, "int8_dynamic": 2, "int4": 9, "int4_dynamic": 9}
+_KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_dynamic": 3, "int4": 4, "int4_dynamic": 5}
+
+
+@functools.cache
+def _native() -> ctypes.CDLL | str:
+    """The compiled kernels, or why there are none."""
+    compiled = library(Path(__file__).with_name("amx.cpp"))
+    if isinstance(compiled, str):
+        return compiled
+    pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+    compiled.why_not.restype = ctypes.c_char_p
+    reason = compiled.why_not()  # asks the system, for the whole process
+    if reason is not None:
+        return reason.decode()
+    compiled.linear.argtypes = (number,) + (size,) * 3 + (pointer,) * 4 + (size,) + (pointer,) * 2 + (number,)
+    compiled.linear.restype = None
+    return compiled
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_there() -> bool:
+    return not isinstance(_native(), str)
+
+
+def why_not() -> str | None:
+    """Why these kernels don't run, if so."""
+    found = _native()
+    return found if isinstance(found, str) else None
+
+
+def kernel_name(kind: Kind, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Whose kernels a weight's linear takes, and from how many rows on, for people."""
+    few, many = small_m.kernel_name() if small_m.has(kind) else "torch", MANY_ROWS[kind]
+    if is_there() and dtype == torch.bfloat16:
+        return "own, AMX" if many == 1 else f"{few}; from {many} rows on own, AMX"
+    return few if few.startswith("torch") else f"{few}; from {small_m.FEW_ROWS[kind] + 1} rows on torch"
+
+
+def fits(kind: Kind, rows: Tensor) -> bool:
+    """Whether `linear` takes these: many bfloat16 rows."""
+    return rows.is_cpu and rows.dtype == torch.bfloat16 and rows.shape[0] >= MANY_ROWS[kind] and is_there()
+
+
+def linear(
+    kind: Kind, rows: Tensor, weight: Tensor, outputs: int, scale: Tensor | None = None, zero: Tensor | None = None,
+    group_size: int = 0, agreed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As small_m's, in bfloat16."""
+    run = _operator if torch.compiler.is_compiling() else _linear
+    return run(kind, rows, weight, outputs, scale, zero, group_size, agreed)
+
+
+def _linear(
+    kind: str, rows: Tensor, weight: Tensor, outputs: int, scale: Tensor | None, zero: Tensor | None, group_size: int,
+    agreed: Tensor | None,
+) -> Tensor:  # fmt: skip
+    compiled = _native()
+    assert isinstance(compiled, ctypes.CDLL)
+    rows = rows.contiguous()
+    agreed = None if agreed is None else agreed.contiguous()
+    y = rows.new_empty(rows.shape[0], outputs)
+    compiled.linear(
+        _KINDS[kind], *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
+        None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
+        None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+_operator = torch.library.custom_op("tpllama::many_rows", _linear, mutates_args=())
+
+
+@_operator.register_fake
+def _(kind: str, rows: Tensor, weight: Tensor, outputs: int, *_: object) -> Tensor:
+    return rows.new_empty(rows.shape[0], outputs)

@@ -1,0 +1,140 @@
+"""Decoder layers of few calls: joint linears, and between them what fused.cpp computes.
+
+A fused layer has the children of the plain one that it takes the place of, under their names. Linears that read the
+same tokens are multiplied as one: their weights lie behind each other, each of them a view of its part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpllama.kernels import fused
+from tpllama.kernels.cpu import Int8DynamicLinear, RowScaledLinear
+from tpllama.kernels.int4 import OwnInt4Linear
+from tpllama.kernels.linear import PlainLinear
+
+_JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, OwnInt4Linear)
+_CosSin = tuple[Tensor, Tensor]
+Place = Callable[[nn.Module], nn.Module]
+
+
+class Cache(Protocol):
+    """One layer's keys and values of earlier tokens."""
+
+    def rotate_and_attend(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: _CosSin) -> Tensor:
+        """Stores k, rotated, and v; attention of q, rotated: [tokens, heads * head_dim] each."""
+
+
+class FusedNorm(nn.Module):
+    """RMS norm of bfloat16."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = plain.weight
+        self.eps: float = plain.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fused.rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+
+
+class JointLinears(nn.Module):
+    """Linears of the same tokens: [n, features] to the outputs of each, whose rows may lie apart."""
+
+    def __init__(self, linears: Sequence[Any], place: Place) -> None:
+        super().__init__()
+        self._linears = tuple(linears)
+        self.joint = join(linears, place)
+        self.sizes = [outputs_of(linear) for linear in linears] if self.joint else []
+
+    def forward(self, x: Tensor) -> Sequence[Tensor]:
+        if self.joint is None:
+            return [linear(x) for linear in self._linears]
+        return self.joint(x).split_with_sizes(self.sizes, -1)
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer over tokens [n, features] and a cache of keys and values; without a cache, the plain one.
+
+    place: puts the tensors of joint linears where weights are kept.
+    """
+
+    def __init__(self, plain: Any, place: Place = lambda module: module) -> None:
+        super().__init__()
+        for name, child in plain.named_children():
+            self.add_module(name, child)
+        # Not as children, and found at once: a step of one token asks for them a hundred times.
+        self._plain: tuple[Any, ...] = (plain,)
+        attention, mlp = plain.self_attn, plain.mlp
+        norms = plain.input_layernorm, plain.post_attention_layernorm
+        (self._first, self._first_eps), (self._second, self._second_eps) = ((x.weight.detach(), x.eps) for x in norms)
+        self.qkv = JointLinears([attention.q_proj, attention.k_proj, attention.v_proj], place)
+        self.gate_up = JointLinears([mlp.gate_proj, mlp.up_proj], place)
+        self._calls = self.qkv, attention.o_proj, self.gate_up, mlp.down_proj
+        self._activation: Callable[[Tensor], Tensor] = mlp.activation
+
+    def forward(self, x: Tensor, cos_sin: _CosSin, cache: Cache | None) -> Tensor:
+        if cache is None:
+            return self._plain[0](x, cos_sin, None)
+        qkv, output, gate_up, down = self._calls
+        q, k, v = qkv(fused.rms_norm(x, self._first, self._first_eps))
+        summed: Tensor = output(cache.rotate_and_attend(q, k, v, cos_sin))
+        gate, up = gate_up(fused.rms_norm(x, self._second, self._second_eps, summed))
+        is_silu = self._activation is F.silu
+        y: Tensor = down(fused.silu_and_multiply(gate, up) if is_silu else self._activation(gate) * up)
+        return y.add_(summed)
+
+
+def fits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are fused layers for a model."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and fused.is_available()
+
+
+def join(linears: Sequence[Any], place: Place) -> nn.Module | None:
+    """One linear with the outputs of all, whose tensors then become views of its own; None where kinds differ."""
+    first = linears[0]
+    kinds = {(type(each), *_settings(each)) for each in linears}
+    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in linears)
+    if len(kinds) > 1 or has_hooks or type(first) not in _JOINABLE or getattr(first, "agree_max", None):
+        return None
+    lengths_per_output = {tuple(len(x) / outputs_of(each) for x in _tensors(each).values()) for each in linears}
+    if len(lengths_per_output) > 1:
+        return None  # each is padded by itself
+    joint = copy.copy(first)
+    joint._parameters, joint._buffers = dict(first._parameters), dict(first._buffers)
+    if hasattr(first, "out_features"):
+        joint.out_features = sum(map(outputs_of, linears))
+    for name in _tensors(first):
+        _set(joint, name, torch.cat([_tensors(each)[name] for each in linears]))
+    place(joint)
+    for name, whole in _tensors(joint).items():
+        sizes = [len(_tensors(each)[name]) for each in linears]
+        for linear, own in zip(linears, whole.split(sizes), strict=True):
+            _set(linear, name, own)
+    return joint
+
+
+def outputs_of(linear: Any) -> int:
+    """How many outputs a joinable linear has; where it doesn't say, its first tensor has a row for each."""
+    return getattr(linear, "out_features", None) or len(next(iter(_tensors(linear).values())))
+
+
+def _settings(linear: Any) -> tuple[Any, ...]:
+    """What linears must have in common to be one."""
+    tensors = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in sorted(_tensors(linear).items()))
+    return tensors, *(getattr(linear, name, None) for name in ("kind", "group_size", "dynamic"))
+
+
+def _tensors(linear: Any) -> dict[str, Tensor]:
+    return {name: x for name, x in (*linear._parameters.items(), *linear._buffers.items()) if x is not None}
+
+
+def _set(linear: Any, name: str, tensor: Tensor) -> None:
+    if name in linear._parameters:
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    setattr(linear, name, tensor)

@@ -1,0 +1,120 @@
+"""run.yaml: what the server is, as its operator wrote it down. Unknown keys are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from tpllama.config import EngineConfig, UserError
+from tpllama.server.registration import Registration
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8321
+_HOME = "~/.tpllama"
+# ${env.NAME}, ${env.NAME:=default}, and llama-stack's older ${env.NAME:default}.
+_FROM_ENVIRONMENT = re.compile(r"\$\{env\.(?P<name>\w+)(?::=?(?P<default>[^}]*))?\}")
+_SAYS_WHICH_MODEL = ("model", "llama_model")
+
+
+class RunConfig(BaseModel):
+    """The server's settings. Times are in seconds; `engine` has EngineConfig's fields, for all models.
+
+    max_waiting: requests beyond those that the engine can have in one step. max_texts: of one request, its prompts
+    times its samples. allow_hub: models registered over HTTP may be fetched from the hub.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    host: str = DEFAULT_HOST
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    api_key: str | None = None
+    model_roots: list[Path] = [Path(f"{_HOME}/checkpoints")]
+    state_file: Path | None = None
+    on_demand: bool = True
+    allow_hub: bool = False
+    models: list[Registration] = []
+    engine: dict[str, Any] = {}
+    max_waiting: int = Field(default=256, ge=0)
+    max_texts: int = Field(default=128, ge=1)
+    max_request_bytes: int = Field(default=8 << 20, ge=1024)
+    request_timeout_s: float = Field(default=600, gt=0)
+    shutdown_timeout_s: float = Field(default=30, ge=0)
+
+    @field_validator("api_key", mode="after")
+    @classmethod
+    def _no_empty_key(cls, key: str | None) -> str | None:
+        """An empty one is none: what `${env.NAME:=}` gives where the variable isn't set."""
+        return key or None
+
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _engine_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        known = {field.name for field in fields(EngineConfig)} - set(_SAYS_WHICH_MODEL)
+        if unknown := sorted(set(options) - known):
+            raise ValueError(f"unknown options {', '.join(unknown)}, of {', '.join(sorted(known))}")
+        return options
+
+
+def default_state_file() -> Path:
+    """Where registrations are kept where nothing else is said."""
+    return Path(f"{_HOME}/registry.json").expanduser()
+
+
+def read_run_config(path: Path, environ: Mapping[str, str] = os.environ) -> RunConfig:
+    """The settings in a file, whose relative paths are relative to it. Raises UserError for what can't be read."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"found {path} unreadable ({error}), expected a YAML file, check --config") from None
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"found {path} that is no YAML ({' '.join(str(error).split())}), expected it, correct it"
+        ) from None
+    if content is not None and not isinstance(content, dict):
+        raise UserError(f"found {path} that holds no keys and values, expected them, correct it")
+    config = checked(_resolved(content or {}, environ, path), str(path))
+    roots = [path.parent / root.expanduser() for root in config.model_roots]
+    state = config.state_file
+    state_file = default_state_file() if state is None else path.parent / state.expanduser()
+    return config.model_copy(update={"model_roots": roots, "state_file": state_file})
+
+
+def checked(content: Mapping[str, Any], source: str) -> RunConfig:
+    """Raises UserError for the first setting that can't be."""
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(RunConfig.model_fields)
+            raise UserError(f"found unknown key {name} in {source}, expected one of {known}, correct it") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"found {name} in {source} that can't be ({reason}), expected another value") from None
+
+
+def _resolved(value: Any, environ: Mapping[str, str], path: Path) -> Any:
+    """`value` with the environment's variables in it; a text that is one reference is read as YAML reads it."""
+    if isinstance(value, dict):
+        return {key: _resolved(each, environ, path) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_resolved(each, environ, path) for each in value]
+    if not isinstance(value, str):
+        return value
+
+    def replaced(match: re.Match[str]) -> str:
+        name, default = match["name"], match["default"]
+        if not environ.get(name) and default is None:
+            raise UserError(f"found no {name} in the environment, expected it by {path}, set it or give a default")
+        return environ.get(name) or default or ""
+
+    text = _FROM_ENVIRONMENT.sub(replaced, value)
+    if _FROM_ENVIRONMENT.fullmatch(value) and text in ("true", "false"):
+        return text == "true"
+    return text
