@@ -4,9 +4,9 @@
 #   REPLICAS    how many (2)
 #   TP          ranks of each (1)
 #   HOST, PORT  where nginx listens (127.0.0.1, 8321); the replicas have the ports after that one, on 127.0.0.1
-# Each has cores, GPUs, weights and a cache of its own (--kv-cache-memory bounds it). One that ends is started again; the
-# requests that it had are lost. Name models in ARGUMENT or in its run.yaml: nginx refuses to register, load or delete
-# one, which would reach one replica alone. Each does so at its own port, and remembers it until this script ends.
+# Each has cores, GPUs, weights and a cache of its own (--kv-cache-memory bounds it). One that ends is started again,
+# and the requests that it had are lost. Name models in ARGUMENT or in its run.yaml: nginx refuses to register, load or
+# delete one, which would reach one replica alone. Each does so at its own port, and remembers it until this ends.
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "$(readlink -f "$0")")/environment.sh"

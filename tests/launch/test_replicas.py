@@ -117,6 +117,8 @@ def ask(client: httpx.Client, question: str, is_stream: bool = False, **fields: 
         response = client.post("/v1/chat/completions", json=body(question, **fields))
         return str(response.raise_for_status().json()["choices"][0]["message"]["content"])
     with client.stream("POST", "/v1/chat/completions", json=body(question, stream=True, **fields)) as response:
+        if response.is_error:
+            response.read()  # what it says, for whoever catches the error
         lines = [line for line in response.raise_for_status().iter_lines() if line]
     assert lines.pop() == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -186,12 +188,12 @@ def test_what_would_reach_one_replica_alone_is_refused(replicas: Replicas) -> No
 def test_one_that_dies_loses_its_own_requests_and_comes_back(replicas: Replicas) -> None:
     nginx, (first, second) = replicas.nginx, replicas.each
     questions, is_stream = QUESTIONS[:4], [True, True, False, False]
-    expected = [ask(second, question, max_tokens=200) for question in questions]
+    expected = [ask(second, question, max_tokens=100) for question in questions]
     before = metric(second, "tpllama_requests_total")
 
     def try_to_ask(question: str, is_stream: bool) -> str | httpx.HTTPError:
         try:
-            return ask(nginx, question, is_stream, max_tokens=200)
+            return ask(nginx, question, is_stream, max_tokens=100)
         except httpx.HTTPError as error:
             return error
 
