@@ -190,7 +190,7 @@ def test_test_sh_runs_every_check(machine: Machine) -> None:
     code, out, _ = machine.run("test.sh", "-k", "name", STUB_FAILS="mypy")
     names = [line.removeprefix(f"{machine.root}:").split()[0] for line in out.splitlines()]
     assert (code, names) == (1, ["ruff", "ruff", "mypy", "pytest"])
-    assert out.endswith("pytest -m not slow and not gpu -k name\n")
+    assert out.endswith("pytest -m not slow and not gpu -n 2 --dist loadfile -k name\n")
     assert machine.calls()[1].endswith("[dev]")
     assert machine.run("test.sh")[::2] == machine.run("generate.sh")[::2] == (0, "")
     assert machine.calls() == []

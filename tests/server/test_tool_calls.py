@@ -106,6 +106,8 @@ FRAGMENTS = st.sampled_from(
 @given(st.lists(FRAGMENTS | st.text(max_size=3), max_size=12), st.data())
 @settings(max_examples=500, deadline=None)
 @example(["[TOOL_CALLS]", "["], None)
+@example(["[", "get>", "<tool_call>"], None)
+@example(["[", "get>", "<tool_call>", '{"name": "get", "parameters": {"x": 1}}'], None)
 def test_however_a_text_is_cut_it_says_the_same(parts: list[str], data: st.DataObject | None) -> None:
     text = "".join(parts)
     whole = read([text])

@@ -85,7 +85,11 @@ class ToolCallReader:
     def finish(self) -> list[Event]:
         """Events of what was held back."""
         self._is_final = True
-        return self.push("")
+        events = self.push("")
+        if self._lead and self._lead != PYTHON_TAG:  # a tag that nothing follows
+            events.append(Content(self._lead))
+            self._lead = ""
+        return _merged(events)
 
     # Each state takes what it can from the buffer; True: there may be more to take.
 
@@ -108,8 +112,13 @@ class ToolCallReader:
             self._buffer = inner
             return self._go(self._in_head)
         if text.startswith("[") and self._may_be_python(inner):
-            return self._go(self._in_python)
+            return self._go(self._in_list)
         return self._no_call()
+
+    def _in_list(self) -> bool:
+        """Calls as Python writes them, between brackets: looked at anew as their first name grows."""
+        inner = self._buffer.lstrip()[1:].lstrip()
+        return self._in_python() if self._may_be_python(inner) else self._no_call()
 
     def _may_be_python(self, inner: str) -> bool:
         """Whether `inner` is, or may become, the call of a tool: a name and a bracket."""
