@@ -212,7 +212,9 @@ def held(model: Llama) -> int:
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [each if each == "8B" else pytest.param(each, marks=pytest.mark.slow) for each in MODELS]
+)
 def test_a_wide_worlds_ranks_are_built_as_planned(model: str, size: int) -> None:
     """First and last rank: shapes through a whole forward, bytes against the plan's."""
     if size > MODELS[model]["num_attention_heads"]:
