@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from tpllama.kernels import small_m
-from tpllama.kernels.small_m import Kind
+from tpllama.kernels.small_m import KINDS, Kind
 from tpllama.native import library
 
 # From this many rows of activations on they beat small_m.cpp: at once where weights need no unpacking.
 MANY_ROWS: dict[str, int] = {"plain": 1, "int8": 6, "float8": 6, "int8_dynamic": 2, "int4": 9, "int4_dynamic": 9}
-_KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_dynamic": 3, "int4": 4, "int4_dynamic": 5}
 
 
 @functools.cache
@@ -80,7 +79,7 @@ def _linear(
     agreed = None if agreed is None else agreed.contiguous()
     y = rows.new_empty(rows.shape[0], outputs)
     compiled.linear(
-        _KINDS[kind], *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
+        KINDS[kind], *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
         None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
         None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

@@ -21,7 +21,7 @@ Kind = Literal["plain", "int8", "float8", "int8_dynamic", "int4", "int4_dynamic"
 # Up to this many rows of activations they beat the library (bench/linears.py).
 FEW_ROWS: dict[str, int] = {"plain": 32, "int8": 32, "float8": 32, "int8_dynamic": 64, "int4": 32, "int4_dynamic": 32}
 _PANEL_BYTES = 1 << 20  # of a weight widened to bfloat16: what stays in a core's cache until it is multiplied
-_KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_dynamic": 3, "int4": 4, "int4_dynamic": 5}
+KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_dynamic": 3, "int4": 4, "int4_dynamic": 5}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LEVELS = ("plain loops", "AVX2", "AVX-512")
 _AVX2, _AVX512 = 1, 2
@@ -121,7 +121,7 @@ def _linear(
     count, columns = rows.shape
     y = rows.new_empty(count, outputs)
     _compiled().linear(
-        _KINDS[kind], _level(), _TYPES[rows.dtype], count, columns, outputs, rows.data_ptr(), weight.data_ptr(),
+        KINDS[kind], _level(), _TYPES[rows.dtype], count, columns, outputs, rows.data_ptr(), weight.data_ptr(),
         None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
         None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -142,7 +142,7 @@ def _widen(
     """Outputs first to last, bfloat16 [last - first, columns]."""
     wide = torch.empty(last - first, columns, dtype=torch.bfloat16)
     _compiled().widen_rows(
-        _KINDS[kind], first, last, columns, weight.data_ptr(), None if scale is None else scale.data_ptr(),
+        KINDS[kind], first, last, columns, weight.data_ptr(), None if scale is None else scale.data_ptr(),
         None if zero is None else zero.data_ptr(), group_size, wide.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return wide
