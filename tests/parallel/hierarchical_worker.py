@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared_memory_worker import FORK, drawn, same
+from shared_memory_worker import FORK, drawn, same, wrong_in_a_row
 from torch import Tensor
 
 from tpllama.parallel import hosts, mesh
@@ -85,25 +85,7 @@ def messages_arrive(ranks: Ranks, layout: str) -> bool:
 
 
 def stays_in_step(ranks: Ranks, layout: str) -> int:
-    """How many of hundreds of operations, back to back, were wrong."""
-    same_for_all, own, wrong = random.Random(1), random.Random(ranks.rank), 0
-    for step in range(300):
-        operation, count = (
-            same_for_all.choice(("sum", "max", "gather", "broadcast")),
-            same_for_all.choice((1, 9, 40_000)),
-        )
-        if own.random() < 0.02:
-            time.sleep(own.random() * 0.007)
-        x = torch.full((count,), float(step % 50 + ranks.rank))
-        each = [float(step % 50 + rank) for rank in range(ranks.size)]
-        if operation == "broadcast":
-            message = step.to_bytes(4, "little") * count
-            wrong += ranks.broadcast(message if ranks.rank == 0 else None) != message
-        elif operation == "gather":
-            wrong += ranks.gather(x)[:, -1].tolist() != each
-        else:
-            wrong += not bool((getattr(ranks, operation)(x) == (sum(each) if operation == "sum" else max(each))).all())
-    return wrong
+    return wrong_in_a_row(ranks, 300, (1, 9, 40_000), 0.02)
 
 
 def can_be_compiled_around(ranks: Ranks, layout: str) -> bool:

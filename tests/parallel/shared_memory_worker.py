@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from tpllama.parallel.collectives import RankLost
+from tpllama.parallel.collectives import RankLost, Ranks
 from tpllama.parallel.shared_memory import _SLOT_BYTES, SharedMemoryRanks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -98,12 +98,12 @@ def equals_torch_for_every_value(ranks: SharedMemoryRanks) -> list[str]:
     return wrong
 
 
-def stays_in_step(ranks: SharedMemoryRanks) -> int:
-    """How many of thousands of operations, back to back, were wrong."""
+def wrong_in_a_row(ranks: Ranks, steps: int, sizes: tuple[int, ...], lateness: float) -> int:
+    """How many of so many operations, back to back, were wrong. lateness: the share that a rank comes late to."""
     same_for_all, own, wrong = random.Random(1), random.Random(ranks.rank), 0
-    for step in range(4000):
-        operation, count = same_for_all.choice(("sum", "max", "gather", "broadcast")), same_for_all.choice((1, 9, 5000))
-        if own.random() < 0.003:
+    for step in range(steps):
+        operation, count = same_for_all.choice(("sum", "max", "gather", "broadcast")), same_for_all.choice(sizes)
+        if own.random() < lateness:
             time.sleep(own.random() * 0.007)
         x = torch.full((count,), float(step % 50 + ranks.rank))
         each = [float(step % 50 + rank) for rank in range(ranks.size)]
@@ -115,6 +115,10 @@ def stays_in_step(ranks: SharedMemoryRanks) -> int:
         else:
             wrong += not bool((getattr(ranks, operation)(x) == (sum(each) if operation == "sum" else max(each))).all())
     return wrong
+
+
+def stays_in_step(ranks: SharedMemoryRanks) -> int:
+    return wrong_in_a_row(ranks, 4000, (1, 9, 5000), 0.003)
 
 
 def is_native(ranks: SharedMemoryRanks) -> list[bool]:
