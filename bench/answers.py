@@ -49,7 +49,7 @@ class Answers:
 
     logits: float32 [input + output - 1, vocab], at each token but the last. logprobs: of each output token, from the
     path that generates; None where that isn't another. is_dynamic: activations are quantized as they come. is_plain:
-    nothing is quantized or compiled, one rank's CPU has all, and rows are enough for the library's kernels.
+    nothing is quantized or compiled, one rank's CPU has all, and the library's kernels compute it.
     is_cache_quantized: keys and values are, which the engine's path alone has.
     """
 

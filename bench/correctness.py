@@ -12,8 +12,9 @@ texts:
     engine   how far the log-probabilities of the text's tokens are from the reference's: these come from the paged
              cache, a chunk or a token a step, while the logits above come from the forward without a cache
 
-Exits 1 past a tolerance. Plain weights on one rank's CPU give transformers' logits bit for bit; for all else it is
-a few times what rounding alone was measured to do on SmolLM2. So a small fault shows in float32, or on one rank.
+Exits 1 past a tolerance. Plain weights on one rank's CPU give transformers' logits bit for bit, in bfloat16 too where
+the CPU has no AMX, for which the kernels are our own. For all else it is a few times what rounding alone was measured
+to do on SmolLM2. So a small fault shows in float32, or on one rank.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from record import append, surroundings
 
 from tpllama import LLM, SamplingParams
 from tpllama.config import UserError
+from tpllama.kernels import amx
 from tpllama.kernels.small_m import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -94,10 +96,11 @@ def conditions(llm: LLM, logits: list[Tensor]) -> dict[str, Any]:
     blueprint, engine = llm.blueprint, llm.blueprint.engine
     recipes = [decision.recipe for decision in blueprint.decisions.values() if decision.recipe]
     is_alone = blueprint.tp == 1 and blueprint.device == "cpu" and engine.compile != "on"
-    is_long = engine.dtype == "float32" or min(map(len, logits)) > FEW_ROWS["plain"]
+    # Of bfloat16 only enough rows go to the library's kernels, and where a CPU has AMX none do.
+    is_library = engine.dtype == "float32" or (min(map(len, logits)) > FEW_ROWS["plain"] and not amx.is_there())
     return {
         "tp": blueprint.tp, "is_dynamic": any(each.family.dynamic for each in recipes),
-        "is_plain": not recipes and is_alone and is_long, "is_cache_quantized": engine.kv_cache_dtype != "auto",
+        "is_plain": not recipes and is_alone and is_library, "is_cache_quantized": engine.kv_cache_dtype != "auto",
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The embedded model's texts against transformers', at every number of ranks.
 
 In float32 texts are the same. In bfloat16 every rank count rounds differently, so texts may part; where they do, the
-float32 model must find the two tokens nearly equal, measured by what bfloat16 does to transformers' own logits.
+float32 model must find the two tokens nearly equal, measured by what bfloat16 does to transformers' own logits there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPTS = [
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 RANDOM = SamplingParams(max_new_tokens=32, ignore_eos=True, temperature=0.9, top_p=0.95, seed=11)
 # How far apart, in standard deviations of bfloat16's noise on a difference of two logits, may be a near tie.
-NEAR_TIE = 3
+NEAR_TIE = 4
 
 
 def ids(outputs: list[Output]) -> list[list[int]]:
@@ -73,20 +73,6 @@ def bfloat16_tokens(bfloat16_reference: Any, prompt_ids: list[list[int]]) -> lis
 
 
 @pytest.fixture(scope="module")
-def noise(
-    smollm2_reference: Any, bfloat16_reference: Any, prompt_ids: list[list[int]], float32_tokens: list[list[int]]
-) -> float:
-    """The standard deviation of what bfloat16 does to the difference of two logits, in transformers itself."""
-    errors = []
-    with torch.inference_mode():
-        for prompt, tokens in zip(prompt_ids, float32_tokens, strict=True):
-            whole = torch.tensor([prompt + tokens])
-            error = bfloat16_reference(whole).logits.float() - smollm2_reference(whole).logits
-            errors.append((error - error.mean(-1, keepdim=True)).square().mean())
-    return float(2**0.5 * torch.stack(errors).mean().sqrt())
-
-
-@pytest.fixture(scope="module")
 def float32_outputs() -> OutputsAt:
     """Greedy and random outputs at a number of ranks. A process leads one group of ranks at a time: each is closed."""
 
@@ -118,34 +104,44 @@ def test_a_seed_gives_the_same_text_on_any_number_of_ranks(float32_outputs: Outp
 def test_bfloat16_texts_part_from_transformers_only_at_near_ties(
     tp: int,
     smollm2_reference: Any,
+    bfloat16_reference: Any,
     prompt_ids: list[list[int]],
     float32_tokens: list[list[int]],
     bfloat16_tokens: list[list[int]],
-    noise: float,
 ) -> None:
+    models = smollm2_reference, bfloat16_reference
     with LLM(tp=tp, dtype="bfloat16") as llm:
         found = ids(llm.generate(PROMPTS, GREEDY))
-    limit = NEAR_TIE * noise
-    worst = max(float(gaps(smollm2_reference, *texts).max()) for texts in zip(prompt_ids, found, strict=True))
-    print(f"tp {tp}: noise {noise:.3f}, a token's largest distance from the likeliest {worst:.3f}")
-    assert worst <= limit
+    worst = max(float(gaps(*models, *texts).max()) for texts in zip(prompt_ids, found, strict=True))
+    print(f"tp {tp}: a token's largest distance from the likeliest, in standard deviations of the noise: {worst:.2f}")
+    assert worst <= NEAR_TIE
     for name, expected in {"float32": float32_tokens, "bfloat16": bfloat16_tokens}.items():
-        partings = [parting(smollm2_reference, *texts) for texts in zip(prompt_ids, found, expected, strict=True)]
+        partings = [parting(*models, *texts) for texts in zip(prompt_ids, found, expected, strict=True)]
         print(f"tp {tp} against {name}: first differences (place, distance) {partings}")
-        assert all(each is None or each[1] <= limit for each in partings)
+        assert all(each is None or each[1] <= NEAR_TIE for each in partings)
 
 
 @torch.inference_mode()
-def gaps(model: Any, prompt: list[int], found: list[int]) -> Tensor:
-    """How far below the likeliest token's logit each token's is, in the float32 model's eyes."""
-    logits = model(torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1]
-    return logits.amax(-1) - logits.gather(-1, torch.tensor(found)[:, None])[:, 0]
+def gaps(float32: Any, bfloat16: Any, prompt: list[int], found: list[int]) -> Tensor:
+    """How far below the likeliest token's logit each token's is, in the float32 model's eyes.
+
+    In standard deviations of what bfloat16 does to the difference of two logits at that place, in transformers itself:
+    some places are four times as noisy as others.
+    """
+    logits, rounded = (
+        model(torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1].float() for model in (float32, bfloat16)
+    )
+    noise = 2**0.5 * (rounded - logits).std(-1)
+    return (logits.amax(-1) - logits.gather(-1, torch.tensor(found)[:, None])[:, 0]) / noise
 
 
-def parting(model: Any, prompt: list[int], found: list[int], expected: list[int]) -> tuple[int, float] | None:
+def parting(
+    float32: Any, bfloat16: Any, prompt: list[int], found: list[int], expected: list[int]
+) -> tuple[int, float] | None:
     """Where two texts part, and how far below the likeliest token the lower one of theirs is there."""
     assert len(found) == len(expected) == NEW_TOKENS
     place = next((place for place in range(NEW_TOKENS) if found[place] != expected[place]), None)
     if place is None:
         return None
-    return place, max(float(gaps(model, prompt, text[: place + 1])[-1]) for text in (found, expected))
+    distances = (float(gaps(float32, bfloat16, prompt, text[: place + 1])[-1]) for text in (found, expected))
+    return place, max(distances)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def join(
     if place.size == 1:
         return None, OneRank()
     check_free()
-    with noticing_lost_hosts(place):
+    with noticing_lost_hosts(place), _gloo_on(_interface(place)):
         return _join(place, device_type, listener, while_waiting)
 
 
@@ -54,11 +55,8 @@ def _join(
 ) -> tuple[DeviceMesh, Ranks]:
     backend = "nccl" if device_type == "cuda" else "gloo"
     if place.port is None:
-        _choose_interface(place)
         store = torchrun_store(place, "joined")
     else:
-        # All ranks are on this host: its loopback interface needs no look-up of the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = TCPStore(
             "127.0.0.1",
             place.port,
@@ -81,10 +79,25 @@ def _join(
     return mesh, HierarchicalRanks(group, hosts, _PATIENCE)
 
 
-def _choose_interface(place: Place) -> None:
-    """Has gloo use the network on which torchrun's ranks have found each other, unless the user says which."""
-    if place.local_size < place.size and (name := interface_towards(os.environ.get("MASTER_ADDR", ""))):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+def _interface(place: Place) -> str | None:
+    """The network interface for gloo, None for the one of this host's name."""
+    if place.port is not None:  # all ranks are on this host: its loopback interface needs no look-up of the name
+        return "lo"
+    return interface_towards(os.environ.get("MASTER_ADDR", "")) if place.local_size < place.size else None
+
+
+@contextmanager
+def _gloo_on(interface: str | None) -> Iterator[None]:
+    """Has groups that are made in the block use a network interface, unless the user says which."""
+    name = "GLOO_SOCKET_IFNAME"
+    if interface is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = interface
+    try:
+        yield
+    finally:  # what this process starts later may be on another network
+        del os.environ[name]
 
 
 def _wait_for_all(store: Store, place: Place, while_waiting: Callable[[], None]) -> None:
