@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kernels.making import ON_CPU, ROUNDING, make, tokens_as_seen, values
 from torch import Tensor, nn
 
-from tpllama.kernels import amx, small_m
+from tpllama.kernels import amx, fused, own, small_m
 from tpllama.kernels.linear import quantize_tokens
 from tpllama.kernels.pack import pack
 
@@ -105,6 +106,44 @@ def test_a_token_is_computed_alike_whoever_is_beside_it(name: str) -> None:
         together = ours(packed, x)
         for first, last in ((0, 1), (1, 3), (3, 19), (19, 51), (51, 180), (180, 530)):
             assert torch.equal(ours(packed, x[first:last]), together[first:last])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(ON_CPU), rows=st.one_of(st.integers(1, 70), st.just(530)), outputs=st.integers(1, 150),
+    columns=st.one_of(st.integers(2, 200).map(lambda n: 2 * n), st.integers(2000, 2200).map(lambda n: n // 2 * 2)),
+    threads=st.integers(1, 3), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_gate_and_up_at_once_are_gate_and_up(
+    name: str, rows: int, outputs: int, columns: int, threads: int, seed: int
+) -> None:
+    """Bit for bit what the kernels for each and the one for silu make of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weight, _ = make(name, (2 * outputs, columns), BFLOAT16, seed)
+        packed: Any = pack(weight, None, "cpu")
+        x = tokens(rows, columns, seed) * 3
+        with from_row(1):
+            found = own.gated(x, packed.own_weight())
+        expected = fused.silu_and_multiply(*ours(packed, x).split(outputs, 1))
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_silu_of_every_value() -> None:
+    gates = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BFLOAT16)
+    weight = torch.stack((gates, torch.ones_like(gates)), 0).flatten()[:, None]  # all gates, and up is 1
+    x = torch.ones(40, 1).to(BFLOAT16)
+    packed: Any = pack(weight.contiguous(), None, "cpu")
+    with from_row(1):
+        found = own.gated(x, packed.own_weight())
+    # Tiles take the smallest numbers for zeros.
+    is_normal = gates.abs() >= torch.finfo(BFLOAT16).tiny
+    expected = fused.silu_and_multiply(gates[None], torch.ones_like(gates)[None])[0]
+    for row in (found[0], found[39]):
+        assert torch.equal(row[is_normal].view(torch.int16), expected[is_normal].view(torch.int16))
 
 
 def test_threads_share_the_outputs() -> None:

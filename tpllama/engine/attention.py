@@ -1,11 +1,11 @@
 """Attention of a step's tokens over the paged cache.
 
-In bfloat16 on the CPU our own C++ (kernels/fused.cpp) computes that of texts, of one token each, on keys and values
-where they lie. Otherwise each sequence is one call of torch's, whose keys and values are read in one pass to where the
-arithmetic finds them in the processor's cache (figures: bench/attention.py). Neighbouring blocks are read as one piece.
-A long run of blocks that several texts begin with is read once for all of them: there are two softmaxes then, joined by
-the logarithms of their sums (Milakov and Gimelshein 2018, arXiv 1805.02867). The query heads of a KV head become rows
-of one query matrix, so that keys and values are never repeated.
+In bfloat16 on the CPU our own C++ computes that of texts, of one token each, on keys and values where they lie, and
+with AMX that of prompts (see `native`). Otherwise each sequence is one call of torch's, whose keys and values are read
+in one pass to where the arithmetic finds them in the processor's cache (figures: bench/attention.py). Neighbouring
+blocks are read as one piece. A long run of blocks that several texts begin with is read once for all of them: there are
+two softmaxes then, joined by the logarithms of their sums (Milakov and Gimelshein 2018, arXiv 1805.02867). The query
+heads of a KV head become rows of one query matrix, so that keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tpllama.engine.batch import Chunk, Run
 from tpllama.engine.memory import CacheShape
 from tpllama.engine.native import NativeAttention
 from tpllama.engine.varlen import GatheredAttention, VarlenAttention
+from tpllama.kernels import prompt
 
 if TYPE_CHECKING:
     from tpllama.engine.cache import Store
@@ -105,8 +106,8 @@ class SequencesAttention:
 
     def attend_others(self, q: Tensor, out: Tensor, keys: Store, values: Store) -> None:
         """Prompts and groups, to their rows of `out`, which is of q's shape."""
-        for prompt in self._prompts:
-            self._prompt(prompt, self._grouped(q), self._grouped(out), keys, values)
+        for each in self._prompts:
+            self._prompt(each, self._grouped(q), self._grouped(out), keys, values)
         for group in self._groups:
             self._group(group, self._grouped(q), self._grouped(out), keys, values)
 
@@ -166,6 +167,7 @@ class Planner:
         self._device = device
         self._is_alone = is_alone
         self._is_native = NativeAttention.fits(self._stored, dtype, device)
+        self._is_native_for_prompts = self._is_native and prompt.is_available()
 
     def plan(self, chunks: tuple[Chunk, ...], slots: Tensor) -> StepAttention | NativeAttention:
         """The attention of a step of these chunks, whose keys and values go to `slots`."""
@@ -173,19 +175,33 @@ class Planner:
             return VarlenAttention.of(chunks, self._block_size, self._scale, self._device)
         rows = itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=0)
         singles: list[tuple[int, Chunk]] = []
-        prompts: list[Prompt] = []
+        several: list[tuple[int, Chunk]] = []
         for row, chunk in zip(rows, chunks, strict=False):
             if len(chunk.tokens) == 1:
                 singles.append((row, chunk))
             else:
-                prompts.append(Prompt(row, self._place(chunk.runs, 0, chunk.stop), list(self._pieces(chunk))))
+                several.append((row, chunk))
         groups, singles = ([], singles) if self._is_alone else self._groups(singles)
         if self._is_native:
-            spans = [(row, list(spans_of(chunk.runs, 0, chunk.stop, self._block_size))) for row, chunk in singles]
-            others = SequencesAttention([], prompts, groups, self._queries_per_kv, self._scale)
-            return NativeAttention(slots, spans, self._scale, others)
+            own, several = (several, []) if self._is_native_for_prompts else ([], several)
+            others = SequencesAttention([], self._prompts(several), groups, self._queries_per_kv, self._scale)
+            return NativeAttention(
+                slots,
+                [(row, self._spans(chunk)) for row, chunk in singles],
+                [(row, len(chunk.tokens), self._spans(chunk)) for row, chunk in own],
+                self._scale,
+                others if several or groups else None,
+            )
         texts = [Text(row, self._place(chunk.runs, 0, chunk.stop)) for row, chunk in singles]
-        return SequencesAttention(texts, prompts, groups, self._queries_per_kv, self._scale)
+        return SequencesAttention(texts, self._prompts(several), groups, self._queries_per_kv, self._scale)
+
+    def _prompts(self, several: list[tuple[int, Chunk]]) -> list[Prompt]:
+        return [
+            Prompt(row, self._place(chunk.runs, 0, chunk.stop), list(self._pieces(chunk))) for row, chunk in several
+        ]
+
+    def _spans(self, chunk: Chunk) -> list[tuple[int, int]]:
+        return list(spans_of(chunk.runs, 0, chunk.stop, self._block_size))
 
     @property
     def has_kernel(self) -> bool:

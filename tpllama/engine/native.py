@@ -1,4 +1,7 @@
-"""Attention over the paged cache in our own C++ (kernels/fused.cpp), for models and caches in bfloat16 on the CPU."""
+"""Attention over the paged cache in our own C++, for models and caches in bfloat16 on the CPU.
+
+Of texts by kernels/fused.cpp; of prompts, where there is AMX, by kernels/prompt.cpp.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tpllama.kernels import fused
+from tpllama.kernels.prompt import Prompts, Spans
 
 if TYPE_CHECKING:
     from tpllama.engine.attention import SequencesAttention
@@ -15,16 +19,18 @@ if TYPE_CHECKING:
 
 
 class NativeAttention:
-    """Of texts, one token each, on keys and values where they lie; what else a step has, `others` computes.
+    """Of texts, one token each, on keys and values where they lie, and of prompts; the rest `others` computes.
 
-    slots int64 [tokens]: where keys and values go. spans: of each text its row of the step, and (first slot, number of
-    slots) of what it looks at.
+    slots int64 [tokens]: where keys and values go. texts: of each its row of the step, and (first slot, number of
+    slots) of what it looks at. prompts: of each the row of its first token, how many tokens, and the same.
     """
 
     def __init__(
-        self, slots: Tensor, spans: list[tuple[int, list[tuple[int, int]]]], scale: float, others: SequencesAttention
-    ) -> None:
-        self._step = fused.Step(slots, spans, scale)
+        self, slots: Tensor, texts: list[tuple[int, Spans]], prompts: list[tuple[int, int, Spans]], scale: float,
+        others: SequencesAttention | None,
+    ) -> None:  # fmt: skip
+        self._step = fused.Step(slots, texts, scale)
+        self._prompts = Prompts(prompts, scale)
         self._others = others
 
     @staticmethod
@@ -45,7 +51,9 @@ class NativeAttention:
         make = torch.empty if self._step.texts == len(q) else torch.zeros
         out = make(q.shape, dtype=q.dtype)
         fused.attend(self._step, q, k, v, head_dim, cos_sin, keys.data, values.data, out)
-        if self._step.texts < len(q):
+        if self._prompts:
+            self._prompts.attend(q, keys.data, values.data, out)
+        if self._others is not None:
             q, in_heads = (each.unflatten(1, (-1, head_dim)) for each in (q, out))
             self._others.attend_others(q, in_heads, keys, values)
         return out

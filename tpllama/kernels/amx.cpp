@@ -2,32 +2,26 @@
 //
 // w is read as it lies; its outputs are the rows of left tiles, so what comes out is y's transpose. For few tokens
 // tiles are loaded from w itself. For many, and where w is not in their types, a unit of it (64 outputs by 32 steps of
-// 64 bytes) is unpacked beside the multiplication of the unit before. Tokens are packed once, into right tiles.
+// 64 bytes) is unpacked into tiles that lie behind each other. Tokens are packed once, into right tiles.
 // Each sum is made in the order of k, whatever the number of tokens or threads.
+//
+// Gated, w has the outputs of two, gate and up, and y is silu(gate) * up: half as much to write, and nothing to read.
 
-#include <algorithm>
-#include <cstdlib>
+#include "tiles.h"
 
-#include "tokens.h"
-
-#if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#if HAS_TILES
 
 namespace {
 
 enum Kind { PLAIN, INT8, FLOAT8, INT8_DYNAMIC, INT4, INT4_DYNAMIC };  // as small_m.cpp counts
 
-constexpr Size TILE = 1024;     // bytes: 16 rows of 64
 constexpr Size BLOCK = 32;      // steps of a unit
 constexpr Size PANEL = 32;      // outputs that are multiplied at once
 constexpr Size PANELS = 2;      // of a unit
-constexpr Size STRIDE = BLOCK * 64 + 64;  // of unpacked rows: multiples of powers of two share places in the cache
-constexpr Size AHEAD = 4;       // rows that are fetched ahead
+constexpr Size ROW_STEPS = 4;   // steps of a row that are unpacked at once: a line of int4
 constexpr Size AT_ONCE = 512;   // tokens
 constexpr Size CACHED = 1 << 20;  // bytes of tokens that are read again from the cache for each panel
+constexpr Size LARGE = 4 << 20;   // bytes of y
 constexpr Size UNITS = 4;       // that share a reading of tokens that are more
 
 struct Job {
@@ -36,11 +30,13 @@ struct Job {
     const uint8_t *weight;
     Size row_bytes;            // from one output to the next
     const void *scale;         // of rows: bfloat16, for INT8_DYNAMIC float; of groups: bfloat16 [outputs, groups]
-    const BFloat16 *zero;      // of groups
+    const BFloat16 *zero;      // of groups, or null
     Size group_shift, groups;  // a group has two to the power of it columns
     const BFloat16 *extremes;  // [2, extremes_stride] where ranks agreed on them; or none
     Size extremes_stride;
+    bool is_gated;             // rows outputs to 2 * outputs of w are those of up
     BFloat16 *y;               // [tokens, outputs]
+    bool is_large;             // y leaves the cache before anybody reads it: written past it, in whole lines
 
     Size steps, tiles;         // of columns, of tokens
     uint8_t *packed;           // tokens: [blocks of steps][tiles][steps of the block][16 of k][16 tokens], 4 bytes each
@@ -50,63 +46,9 @@ struct Job {
 constexpr bool is_dynamic(Kind kind) { return kind == INT8_DYNAMIC || kind == INT4_DYNAMIC; }
 constexpr Size step_columns(Kind kind) { return kind == INT8_DYNAMIC ? 64 : 32; }
 // So many tokens are multiplied with rows of w where they lie; more, which read them again and again, pay for a copy.
-constexpr Size direct_tokens(Kind kind) { return kind == PLAIN ? 256 : kind == INT8_DYNAMIC ? 128 : 0; }
-
-// ---- tiles
-
-// The compiler doesn't know the instructions, so it must not move memory accesses past those that load and store.
-struct alignas(64) Configuration {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-INLINE void configure() {
-    Configuration all;
-    asm volatile("ldtilecfg %0" ::"m"(all) : "memory");
-}
-INLINE void release() { asm volatile("tilerelease" ::: "memory"); }
-#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
-#define TILE_LOAD(t, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(stride) : "memory")
-#define TILE_STORE(t, to) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"(Size(64)) : "memory")
-#define TILE_ADD(sum, left, right)                                                                           \
-    do {                                                                                                     \
-        constexpr bool is_integer = kind == INT8_DYNAMIC;                                                    \
-        if constexpr (is_integer) asm volatile("tdpbssd %%tmm" #right ", %%tmm" #left ", %%tmm" #sum ::);    \
-        else asm volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sum ::);                       \
-    } while (0)
-
-// Of four parts of a and of b.
-AVX512 INLINE __m512i even(__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0x88); }
-AVX512 INLINE __m512i odd(__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0xDD); }
-
-// 16 rows of 16 words.
-AVX512 INLINE void transpose(__m512i *r) {
-    __m512i t[16];
-    #pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    #pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    #pragma GCC unroll 16
-    for (int i = 0; i < 4; i++) {
-        t[i] = even(r[i], r[4 + i]), t[4 + i] = odd(r[i], r[4 + i]);
-        t[8 + i] = even(r[8 + i], r[12 + i]), t[12 + i] = odd(r[8 + i], r[12 + i]);
-    }
-    #pragma GCC unroll 16
-    for (int i = 0; i < 4; i++) {
-        r[i] = even(t[i], t[8 + i]), r[8 + i] = odd(t[i], t[8 + i]);
-        r[4 + i] = even(t[4 + i], t[12 + i]), r[12 + i] = odd(t[4 + i], t[12 + i]);
-    }
-}
+constexpr Size direct_tokens(Kind kind) { return kind == PLAIN || kind == INT8_DYNAMIC ? 32 : 0; }
 
 // ---- tokens
-
-AVX512 INLINE __mmask32 first32(Size count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
-AVX512 INLINE __mmask64 first64(Size count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
 
 template <Kind kind> AVX512 INLINE Mapping mapping(const Job &job, Size m) {
     BFloat16 range[2];
@@ -147,33 +89,26 @@ template <Kind kind> AVX512 INLINE __m512i token64(const BFloat16 *x, Size k, Si
     }
 }
 
-INLINE Size packed_stride(const Job &job) { return job.steps * 64 + 64; }  // no power of two
 INLINE uint8_t *packed_at(const Job &job, Size tile, Size step) {
     Size block = step / BLOCK * BLOCK, steps = std::min(job.steps - block, BLOCK);
     return job.packed + (block * job.tiles + tile * steps + step - block) * TILE;
 }
 
-// 16 tokens as they are multiplied. Dynamic kinds quantize them into scratch first, one after another.
-template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile, uint8_t *scratch) {
-    const Size first = tile * 16, count = std::min(job.tokens - first, Size(16)), stride = packed_stride(job);
-    const Size each = step_columns(kind);
+// 16 tokens as they are multiplied.
+template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
+    const Size first = tile * 16, count = std::min(job.tokens - first, Size(16));
     const BFloat16 *x = job.x + first * job.columns;
-    for (Size i = 0; i < 16; i++) job.token_scale[first + i] = 1;
-    if (is_dynamic(kind))
-        for (Size i = 0; i < count; i++) {
-            const Mapping q = mapping<kind>(job, first + i);
-            job.token_scale[first + i] = q.scale;
-            for (Size step = 0; step < job.steps; step++)
-                _mm512_store_si512(scratch + i * stride + step * 64,
-                                   token64<kind>(x + i * job.columns, step * each, job.columns, q));
-        }
+    Mapping mappings[16] = {};
+    for (Size i = 0; i < 16; i++) {
+        if (is_dynamic(kind) && i < count) mappings[i] = mapping<kind>(job, first + i);
+        job.token_scale[first + i] = is_dynamic(kind) && i < count ? mappings[i].scale : 1;
+    }
     for (Size step = 0; step < job.steps; step++) {
         __m512i rows[16];
         #pragma GCC unroll 16
         for (Size i = 0; i < 16; i++)
-            if (i >= count) rows[i] = _mm512_setzero_si512();
-            else if (is_dynamic(kind)) rows[i] = _mm512_load_si512(scratch + i * stride + step * 64);
-            else rows[i] = token64<kind>(x + i * job.columns, step * each, job.columns, {});
+            rows[i] = i < count ? token64<kind>(x + i * job.columns, step * step_columns(kind), job.columns, mappings[i])
+                                : _mm512_setzero_si512();
         transpose(rows);
         auto to = reinterpret_cast<__m512i *>(packed_at(job, tile, step));
         #pragma GCC unroll 16
@@ -183,13 +118,21 @@ template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile, uint8_t 
 
 // ---- weights
 
-constexpr Size UNIT_BYTES = PANELS * PANEL * STRIDE;  // unpacked
-struct Unit { Size first, panels, step, steps; };  // its outputs, its columns
+constexpr Size PANEL_BYTES = PANEL * BLOCK * 64;  // unpacked: [steps][2 tiles]
+struct Unit { Size first, panels, step, steps; };  // its outputs, its columns; gated, panels of gate and of up
+
+// Of a panel of a unit: its first output, and where that lies in w.
+INLINE Size output_of(const Job &job, const Unit &unit, Size panel) {
+    return unit.first + (job.is_gated ? 0 : panel * PANEL);
+}
+INLINE Size row_of(const Job &job, const Unit &unit, Size panel) {
+    return unit.first + panel * (job.is_gated ? job.outputs : PANEL);
+}
 
 // Where a step of a row begins; a block of int4 holds 128 columns in 64 bytes, the first half in their low halves.
-template <Kind kind> INLINE const uint8_t *source(const Job &job, Size output, Size step) {
+template <Kind kind> INLINE const uint8_t *source(const Job &job, Size row, Size step) {
     Size at = kind >= INT4 ? step / 4 * 64 + step % 2 * 32 : step * (kind == PLAIN || kind == INT8_DYNAMIC ? 64 : 32);
-    return job.weight + output * job.row_bytes + at;
+    return job.weight + row * job.row_bytes + at;
 }
 
 // Bytes of integers or of float8 as bfloat16; 256 times too small the latter.
@@ -209,20 +152,21 @@ template <Kind kind> AVX512 INLINE __m512i widen32(__m256i bytes) {
 }
 
 // The sixteen values of a group of int4 in bfloat16, twice.
-AVX512 INLINE __m512i values_of(BFloat16 scale, BFloat16 zero) {
+AVX512 INLINE __m512i values_of(const Job &job, Size group) {
     const __m512 integers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    __m512 scaled = _mm512_mul_ps(integers, _mm512_set1_ps(widen(scale)));
-    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(scaled, _mm512_set1_ps(widen(zero)))));
+    const float zero = job.zero ? widen(job.zero[group]) : 0;
+    __m512 values = _mm512_mul_ps(integers, _mm512_set1_ps(widen(static_cast<const BFloat16 *>(job.scale)[group])));
+    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(values, _mm512_set1_ps(zero))));
 }
 
-// Steps first to last of a row as they are multiplied, 64 bytes each. Of the last, a part may be beyond the columns.
+// Steps first to last of a row as they are multiplied, to their tiles. Of the last, a part may be beyond the columns.
 template <Kind kind, bool is_whole>
-AVX512 INLINE void unpack(const Job &job, Size output, Size first, Size last, uint8_t *to) {
-    const Size columns = job.columns, shift = job.group_shift - 5, groups = output * job.groups;
-    const BFloat16 *scales = static_cast<const BFloat16 *>(job.scale) + groups, *zeros = job.zero + groups;
-    for (Size step = first; step < last; step++, to += 64) {
-        const uint8_t *from = source<kind>(job, output, step);
-        _mm_prefetch(from + AHEAD * job.row_bytes, _MM_HINT_T0);
+AVX512 INLINE void unpack(const Job &job, Size row, Size first, Size last, uint8_t *to) {
+    const Size columns = job.columns, shift = job.group_shift - 5;
+    Size group = -1;
+    __m512i values{};
+    for (Size step = first; step < last; step++, to += 2 * TILE) {
+        const uint8_t *from = source<kind>(job, row, step);
         const Size left = columns - step * step_columns(kind);
         const __mmask32 mask = is_whole ? ~0u : first32(left);
         __m512i line;
@@ -232,29 +176,58 @@ AVX512 INLINE void unpack(const Job &job, Size output, Size first, Size last, ui
         else {  // its words choose by their lower bits; a group is whole steps
             __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
             words = _mm512_srl_epi16(words, _mm_cvtsi32_si128(step % 4 < 2 ? 0 : 4));
-            line = _mm512_maskz_permutexvar_epi16(mask, words, values_of(scales[step >> shift], zeros[step >> shift]));
+            if (group != step >> shift) group = step >> shift, values = values_of(job, row * job.groups + group);
+            line = _mm512_maskz_permutexvar_epi16(mask, words, values);
         }
         _mm512_store_si512(to, line);
     }
 }
 
-// A unit that is unpacked beside the multiplication of another, row by row.
-template <Kind kind> struct Beside {
-    const Job &job;
-    Unit unit;
-    uint8_t *to;  // [rows, STRIDE]
-    Size row = 0, step = 0;
+// The 128 columns of a whole block of int4.
+AVX512 INLINE void unpack_block(const Job &job, Size row, Size step, const uint8_t *from, uint8_t *to) {
+    const Size shift = job.group_shift - 5, group = row * job.groups;
+    const __m512i bytes = _mm512_loadu_si512(from);
+    const __m512i words[2] = {_mm512_cvtepu8_epi16(_mm512_castsi512_si256(bytes)),
+                              _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(bytes, 1))};
+    __m512i values = values_of(job, group + (step >> shift));
+    #pragma GCC unroll 4
+    for (Size i = 0; i < 4; i++) {
+        if (i > 0 && i >> shift << shift == i) values = values_of(job, group + ((step + i) >> shift));
+        const __m512i chosen = i < 2 ? words[i] : _mm512_srli_epi16(words[i - 2], 4);
+        _mm512_store_si512(to + i * 2 * TILE, _mm512_permutexvar_epi16(chosen, values));
+    }
+}
 
-    AVX512 INLINE void some(Size count) {
-        while (count > 0 && row < unit.panels * PANEL) {
-            const Size first = unit.step + step, last = std::min(first + count, unit.step + unit.steps);
-            const Size output = unit.first + row;
-            uint8_t *line = to + row * STRIDE + step * 64;
-            if (output >= job.outputs) std::memset(line, 0, (last - first) * 64);
-            else if (last * step_columns(kind) <= job.columns) unpack<kind, true>(job, output, first, last, line);
-            else unpack<kind, false>(job, output, first, last, line);
-            count -= last - first, step += last - first;
-            if (step == unit.steps) step = 0, row++;
+// A unit, panel by panel.
+template <Kind kind> AVX512 void unpack_unit(const Job &job, const Unit &unit, uint8_t *to) {
+    const Size end = unit.step + unit.steps;
+    for (Size panel = 0; panel < unit.panels; panel++, to += PANEL_BYTES)
+        for (Size step = unit.step; step < end; step += ROW_STEPS)
+            for (Size row = 0; row < PANEL; row++) {
+                const Size last = std::min(step + ROW_STEPS, end), from = row_of(job, unit, panel) + row;
+                uint8_t *line = to + (step - unit.step) * 2 * TILE + row * 64;
+                if (output_of(job, unit, panel) + row >= job.outputs)
+                    for (Size i = step; i < last; i++, line += 2 * TILE) std::memset(line, 0, 64);
+                else if (kind >= INT4 && last - step == ROW_STEPS)
+                    unpack_block(job, from, step, source<kind>(job, from, step), line);
+                else if (last * step_columns(kind) <= job.columns) unpack<kind, true>(job, from, step, last, line);
+                else unpack<kind, false>(job, from, step, last, line);
+            }
+}
+
+// Fetches the next unit's weights into the second cache, a few lines at a time.
+struct Fetch {
+    const uint8_t *row;
+    Size row_bytes, lines, rows;  // rows: of a panel
+    const uint8_t *other;         // the panel that follows, or null
+    Size line = 0, at = 0;
+
+    INLINE void some(Size count) {
+        for (; count > 0 && row; count--) {
+            _mm_prefetch(row + line * 64, _MM_HINT_T1);
+            if (++line < lines) continue;
+            line = 0, row += row_bytes;
+            if (++at == rows) at = 0, row = other, other = nullptr;
         }
     }
 };
@@ -262,16 +235,19 @@ template <Kind kind> struct Beside {
 // ---- sums
 
 // 32 rows of w from a step on, as they lie or unpacked.
-struct Panel { const uint8_t *rows; Size stride; };
+struct Panel { const uint8_t *rows, *lower; Size stride, next; };
 
-// Where sums will go: rows of y, which are fetched in time.
-struct Place { const BFloat16 *y; Size stride, rows; };
+#define ADD(sum, left, right)                                                                                \
+    do {                                                                                                     \
+        if constexpr (kind == INT8_DYNAMIC) TILE_ADD_BYTES(sum, left, right);                                \
+        else TILE_ADD(sum, left, right);                                                                     \
+    } while (0)
 
 // 32 outputs of T tiles of tokens: sums += panel times tokens, sums [T][2 tiles of outputs].
 template <Kind kind, int T>
 AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size steps, uint8_t *sums, bool is_first,
-                            Beside<kind> &beside, Size share, Place place) {
-    const uint8_t *others = tokens + steps * TILE, *lower = panel.rows + 16 * panel.stride;
+                            Fetch &fetch, Size share) {
+    const uint8_t *others = tokens + steps * TILE;
     const Size stride = 64;
     if (is_first) {
         TILE_ZERO(0); TILE_ZERO(1);
@@ -281,18 +257,17 @@ AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size steps, uint
         if (T == 2) { TILE_LOAD(2, sums + 2 * TILE, stride); TILE_LOAD(3, sums + 3 * TILE, stride); }
     }
     for (Size step = 0; step < steps; step++) {
-        TILE_LOAD(4, panel.rows + step * 64, panel.stride);
+        TILE_LOAD(4, panel.rows + step * panel.next, panel.stride);
         TILE_LOAD(6, tokens + step * TILE, stride);
-        TILE_ADD(0, 4, 6);
-        TILE_LOAD(5, lower + step * 64, panel.stride);
-        TILE_ADD(1, 5, 6);
+        ADD(0, 4, 6);
+        TILE_LOAD(5, panel.lower + step * panel.next, panel.stride);
+        ADD(1, 5, 6);
         if (T == 2) {
             TILE_LOAD(7, others + step * TILE, stride);
-            TILE_ADD(2, 4, 7);
-            TILE_ADD(3, 5, 7);
+            ADD(2, 4, 7);
+            ADD(3, 5, 7);
         }
-        if (step < place.rows) asm volatile("prefetchw %0" ::"m"(place.y[step * place.stride]));
-        beside.some(share);
+        fetch.some(share);
     }
     TILE_STORE(0, sums); TILE_STORE(1, sums + TILE);
     if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
@@ -305,15 +280,14 @@ AVX512 INLINE __m512i rounded16(__m512 x) {  // bits in the upper half; smallest
     return _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC00000));
 }
 
-// Sums of a tile of tokens, [32 outputs][16 tokens], to y. is_tiny: values may be smaller than the processor's own
-// rounding keeps.
+// Sums of a tile of tokens, [32 outputs][16 tokens], as rows of y. is_tiny: values may be smaller than the processor's
+// own rounding keeps.
 template <Kind kind>
-AVX512 INLINE void finish(const Job &job, Size tile, Size first, const uint8_t *sums, const float *scales,
-                          bool is_tiny) {
+AVX512 INLINE void rows_of(const Job &job, Size tile, const uint8_t *sums, const float *scales, bool is_tiny,
+                           __m512i *rows) {
     __m512 token_scale = _mm512_loadu_ps(job.token_scale + tile * 16);
     const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i rows[16];
     #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {  // two outputs of each token in a word
         __m512 two[2];
@@ -330,21 +304,57 @@ AVX512 INLINE void finish(const Job &job, Size tile, Size first, const uint8_t *
         else rows[i] = _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
     }
     transpose(rows);
-    __mmask32 mask = first32(job.outputs - first);
-    Size count = std::min(job.tokens - tile * 16, Size(16));
-    #pragma GCC unroll 16
-    for (Size i = 0; i < 16; i++)
-        if (i < count) _mm512_mask_storeu_epi16(job.y + (tile * 16 + i) * job.outputs + first, mask, rows[i]);
+}
+
+// silu(x) in bfloat16, bit for bit as fused.cpp computes it: see its exp_of.
+AVX512 INLINE __m512 silu16(__m512 x) {
+    const float series[] = {1.9875691e-4f, 1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666665e-1f, 5.0000001e-1f};
+    auto set = [](float value) AVX512 { return _mm512_set1_ps(value); };
+    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), x);
+    __m512 limited = _mm512_min_ps(set(88.7f), _mm512_max_ps(set(-87), minus));  // NaN stays
+    __m512 shifted = _mm512_add_ps(_mm512_mul_ps(limited, set(1.44269504f)), set(12582912));
+    __m512 n = _mm512_sub_ps(shifted, set(12582912));
+    __m512 r = _mm512_sub_ps(limited, _mm512_mul_ps(n, set(0.693359375f)));
+    r = _mm512_sub_ps(r, _mm512_mul_ps(n, set(-2.12194440e-4f)));
+    __m512 y = set(series[0]);
+    for (int i = 1; i < 6; i++) y = _mm512_add_ps(_mm512_mul_ps(y, r), set(series[i]));
+    y = _mm512_add_ps(_mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(y, r), r), r), set(1));
+    __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), power));
+    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(minus, set(88.7228f), _CMP_GT_OQ), set(std::numeric_limits<float>::infinity()));
+    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+    return _mm512_castsi512_ps(rounded16(_mm512_div_ps(x, _mm512_add_ps(set(1), y))));
+}
+AVX512 INLINE __m512 upper16(__m512i x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xFFFF0000))));
+}
+AVX512 INLINE __m512i gated32(__m512i gate, __m512i up) {
+    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(gate, 16)), odd = upper16(gate);
+    even = _mm512_mul_ps(upper16(_mm512_castps_si512(silu16(even))), _mm512_castsi512_ps(_mm512_slli_epi32(up, 16)));
+    odd = _mm512_mul_ps(upper16(_mm512_castps_si512(silu16(odd))), upper16(up));
+    return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(rounded16(even), 16), rounded16(odd));
+}
+
+// To 32 outputs of y.
+AVX512 INLINE void store(const Job &job, Size tile, Size first, const __m512i *rows) {
+    const __mmask32 mask = first32(job.outputs - first);
+    const Size count = std::min(job.tokens - tile * 16, Size(16));
+    for (Size i = 0; i < count; i++) {
+        BFloat16 *y = job.y + (tile * 16 + i) * job.outputs + first;
+        if (job.is_large) _mm512_stream_si512(reinterpret_cast<__m512i *>(y), rows[i]);
+        else _mm512_mask_storeu_epi16(y, mask, rows[i]);
+    }
 }
 
 // The scales of a panel's outputs, and whether values are that small.
-template <Kind kind> INLINE bool scales_of(const Job &job, Size first, float least_token, float *scales) {
+template <Kind kind>
+INLINE bool scales_of(const Job &job, Size output, Size row, float least_token, float *scales) {
     float least = 1;
     for (Size i = 0; i < PANEL; i++) {
-        Size output = std::min(first + i, job.outputs - 1);
+        Size at = row + std::min(i, job.outputs - 1 - output);
         scales[i] = 1;
-        if (kind == INT8_DYNAMIC) scales[i] = static_cast<const float *>(job.scale)[output];
-        if (kind == INT8 || kind == FLOAT8) scales[i] = widen(static_cast<const BFloat16 *>(job.scale)[output]);
+        if (kind == INT8_DYNAMIC) scales[i] = static_cast<const float *>(job.scale)[at];
+        if (kind == INT8 || kind == FLOAT8) scales[i] = widen(static_cast<const BFloat16 *>(job.scale)[at]);
         if (kind == FLOAT8) scales[i] *= 256;
         least = scales[i] >= least ? least : scales[i];
     }
@@ -355,15 +365,16 @@ template <Kind kind> INLINE bool scales_of(const Job &job, Size first, float lea
 
 // Units in the order in which they are multiplied: all tokens by a block of some units, then by their next block.
 struct Order {
-    Size last, turns, steps;  // last: of the thread's outputs; turns: units that take turns
+    Size last, turns, steps, size;  // last: of the thread's outputs; turns: units that take turns; size: their outputs
+    bool is_gated;
     Size group, first, step;
 
     INLINE Unit take() {
-        Unit unit{first, (std::max(last - first, Size(0)) + PANEL - 1) / PANEL, step, std::min(steps - step, BLOCK)};
-        unit.panels = std::min(unit.panels, PANELS);
-        if (!unit.panels) return {first, 0, 0, 0};
-        Size end = std::min(group + turns * PANELS * PANEL, last);
-        if ((first += PANELS * PANEL) >= end) {
+        if (first >= last) return {first, 0, 0, 0};
+        const Size panels = is_gated ? PANELS : std::min((last - first + PANEL - 1) / PANEL, PANELS);
+        const Unit unit{first, panels, step, std::min(steps - step, BLOCK)};
+        Size end = std::min(group + turns * size, last);
+        if ((first += size) >= end) {
             first = group, step += BLOCK;
             if (step >= steps) first = group = end, step = 0;
         }
@@ -372,81 +383,79 @@ struct Order {
 };
 
 template <Kind kind> INLINE bool is_direct(const Job &job, const Unit &unit) {
-    bool is_whole = unit.first + unit.panels * PANEL <= job.outputs && job.columns % step_columns(kind) == 0;
+    const Size last = output_of(job, unit, unit.panels - 1) + PANEL;
+    bool is_whole = last <= job.outputs && job.columns % step_columns(kind) == 0;
     return is_whole && job.tokens <= direct_tokens(kind);
 }
 template <Kind kind> INLINE Panel panel_of(const Job &job, const Unit &unit, Size panel, const uint8_t *unpacked) {
-    if (!is_direct<kind>(job, unit)) return {unpacked + panel * PANEL * STRIDE, STRIDE};
-    return {source<kind>(job, unit.first + panel * PANEL, unit.step), job.row_bytes};
+    const uint8_t *rows = unpacked + panel * PANEL_BYTES;
+    if (!is_direct<kind>(job, unit)) return {rows, rows + TILE, 64, 2 * TILE};
+    rows = source<kind>(job, row_of(job, unit, panel), unit.step);
+    return {rows, rows + 16 * job.row_bytes, job.row_bytes, 64};
+}
+
+template <Kind kind> INLINE Fetch fetch_of(const Job &job, const Unit &unit) {
+    if (!unit.panels) return {};
+    const uint8_t *from = source<kind>(job, unit.first, unit.step);
+    const Size bytes = source<kind>(job, unit.first, unit.step + unit.steps) - from;
+    const Size rows = std::min(PANEL, job.outputs - output_of(job, unit, unit.panels - 1));
+    const uint8_t *other = unit.panels > 1 ? source<kind>(job, row_of(job, unit, 1), unit.step) : nullptr;
+    return {from, job.row_bytes, (bytes + 63) / 64, rows, other};
 }
 
 template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uint8_t *scratch, Size turns) {
     if (begin >= end) return;
-    uint8_t *buffers[2] = {scratch, scratch + UNIT_BYTES}, *sums = scratch + 2 * UNIT_BYTES;
+    uint8_t *unpacked = scratch, *sums = scratch + PANELS * PANEL_BYTES;
     const Size pairs = (job.tiles + 1) / 2;
     float least_token = 1;
     for (Size m = 0; m < job.tokens; m++) {
         float each = job.token_scale[m];
         least_token = each >= least_token ? least_token : each;  // NaN, too
     }
-    Order order{end, turns, job.steps, begin, begin, 0};
+    const Size size = job.is_gated ? PANEL : PANELS * PANEL;
+    Order order{end, turns, job.steps, size, job.is_gated, begin, begin, 0};
     Unit unit = order.take();
-    if (!is_direct<kind>(job, unit)) Beside<kind>{job, unit, buffers[0]}.some(PANELS * PANEL * BLOCK);
     while (unit.panels) {
         const Unit next = order.take();
         const bool is_last = unit.step + unit.steps == job.steps;
-        Beside<kind> beside{job, is_direct<kind>(job, next) ? Unit{} : next, buffers[1]};
-        const Size slots = unit.steps * pairs * unit.panels;
-        const Size share = (beside.unit.panels * PANEL * beside.unit.steps + slots - 1) / slots;
-        uint8_t *own = sums + (unit.first - begin) / (PANELS * PANEL) % turns * PANELS * pairs * 4 * TILE;
+        if (!is_direct<kind>(job, unit)) unpack_unit<kind>(job, unit, unpacked);
+        Fetch fetch = fetch_of<kind>(job, next);
+        const Size slots = unit.steps * pairs * unit.panels, share = (PANELS * PANEL * fetch.lines + slots - 1) / slots;
+        uint8_t *own = sums + (unit.first - begin) / size % turns * PANELS * pairs * 4 * TILE;
         float scales[PANELS][PANEL];
         bool is_tiny = false;
         for (Size p = 0; p < unit.panels; p++)
-            is_tiny |= scales_of<kind>(job, unit.first + p * PANEL, least_token, scales[p]);
+            is_tiny |= scales_of<kind>(job, output_of(job, unit, p), row_of(job, unit, p), least_token, scales[p]);
+        auto sums_at = [&](Size pair, Size panel) { return own + (pair * PANELS + panel) * 4 * TILE; };
         for (Size pair = 0; pair < pairs; pair++)
             for (Size p = 0; p < unit.panels; p++) {
-                uint8_t *to = job.steps > BLOCK ? own + (pair * PANELS + p) * 4 * TILE : own;
                 const uint8_t *tokens = job.packed + (unit.step * job.tiles + pair * 2 * unit.steps) * TILE;
-                const Size tile = pair * 2, first = unit.first + p * PANEL;
-                const bool is_two = tile + 1 < job.tiles;
-                const Panel panel = panel_of<kind>(job, unit, p, buffers[0]);
-                Place place{job.y + tile * 16 * job.outputs + first, job.outputs, 0};
-                if (is_last) place.rows = std::min(job.tokens - tile * 16, Size(32));
-                if (is_two) multiply<kind, 2>(panel, tokens, unit.steps, to, unit.step == 0, beside, share, place);
-                else multiply<kind, 1>(panel, tokens, unit.steps, to, unit.step == 0, beside, share, place);
-                if (is_last) finish<kind>(job, tile, first, to, scales[p], is_tiny);
-                if (is_last && is_two) finish<kind>(job, tile + 1, first, to + 2 * TILE, scales[p], is_tiny);
+                const Panel panel = panel_of<kind>(job, unit, p, unpacked);
+                auto add = pair * 2 + 1 < job.tiles ? multiply<kind, 2> : multiply<kind, 1>;
+                add(panel, tokens, unit.steps, sums_at(pair, p), unit.step == 0, fetch, share);
             }
-        beside.some(PANELS * PANEL * BLOCK);
-        std::swap(buffers[0], buffers[1]);
+        // Not between multiplications, which would have to end before it and begin after it.
+        for (Size tile = 0; is_last && tile < job.tiles; tile++) {
+            __m512i rows[PANELS][16];
+            for (Size p = 0; p < unit.panels; p++) {
+                rows_of<kind>(job, tile, sums_at(tile / 2, p) + tile % 2 * 2 * TILE, scales[p], is_tiny, rows[p]);
+                if (!job.is_gated) store(job, tile, output_of(job, unit, p), rows[p]);
+            }
+            if (!job.is_gated) continue;
+            for (Size i = 0; i < 16; i++) rows[0][i] = gated32(rows[0][i], rows[1][i]);
+            store(job, tile, unit.first, rows[0]);
+        }
         unit = next;
     }
+    if (job.is_large) _mm_sfence();  // before others read y
 }
-
-// Memory for a call, kept for the next: new pages cost as much as a part of the work.
-struct Scratch {
-    uint8_t *memory = nullptr;
-    Size bytes = 0;
-    ~Scratch() { std::free(memory); }
-    uint8_t *at_least(Size wanted) {
-        constexpr Size page = 2 << 20;
-        if (wanted > bytes) {
-            std::free(memory);
-            bytes = up(wanted, page), memory = static_cast<uint8_t *>(std::aligned_alloc(page, bytes));
-            madvise(memory, bytes, MADV_HUGEPAGE);
-        }
-        return memory;
-    }
-};
-thread_local Scratch scratch_of_thread;
 
 template <Kind kind> void run(Job job, int threads) {
     job.steps = (job.columns + step_columns(kind) - 1) / step_columns(kind);
     const Size all = job.tokens, parts = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + parts - 1) / parts, 32);
     const Size token_bytes = most / 16 * job.steps * TILE, panels = (job.outputs + PANEL - 1) / PANEL;
     const Size turns = token_bytes <= CACHED ? 1 : UNITS;
-    const Size row_bytes = is_dynamic(kind) ? up(16 * packed_stride(job), TILE) : 0;
-    const Size own_bytes = std::max(2 * UNIT_BYTES + turns * PANELS * most / 16 * 2 * TILE, row_bytes);
+    const Size own_bytes = PANELS * PANEL_BYTES + turns * PANELS * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
     job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
     for (Size first = 0; first < all; first += most) {
@@ -456,7 +465,7 @@ template <Kind kind> void run(Job job, int threads) {
         #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int t = 0; t < threads; t++)
             for (Size tile = t; tile < part.tiles; tile += threads)
-                pack_tokens<kind>(part, tile, scratch + t * own_bytes);
+                pack_tokens<kind>(part, tile);
         #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int t = 0; t < threads; t++) {
             configure();
@@ -471,29 +480,22 @@ template <Kind kind> void run(Job job, int threads) {
 extern "C" {
 
 // Null, or why these kernels can't run here.
-const char *why_not() {
-    unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) + (d >> 24 & 1) + (d >> 25 & 1) < 3)
-        return "this processor has no AMX";
-    bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-    if (!wide) return "this processor has no AVX-512 BF16";
-    constexpr long request = 0x1023, tile_data = 18;
-    return syscall(SYS_arch_prctl, request, tile_data) == 0 ? nullptr : "the system does not permit AMX";
-}
+const char *why_not() { return why_no_tiles(); }
 
 // x [tokens, columns] and y [tokens, outputs] in bfloat16, without gaps; weight, scale, zero, group as in small_m.cpp.
-void linear(int kind, Size tokens, Size columns, Size outputs, const void *x, const uint8_t *weight, const void *scale,
+// Gated, the weight has 2 * outputs rows.
+void linear(int kind, int is_gated, Size tokens, Size columns, Size outputs, const void *x, const uint8_t *weight, const void *scale,
             const void *zero, Size group, const void *extremes, void *y, int threads) {
     Job job{};
-    job.tokens = tokens, job.columns = columns, job.outputs = outputs;
+    job.is_gated = is_gated, job.tokens = tokens, job.columns = columns, job.outputs = outputs;
     job.x = static_cast<const BFloat16 *>(x), job.weight = weight, job.scale = scale;
     job.row_bytes = kind == PLAIN ? 2 * columns : kind >= INT4 ? up(columns, 128) / 2 : columns;
     job.zero = static_cast<const BFloat16 *>(zero);
     job.group_shift = group ? __builtin_ctzll(group) : 5, job.groups = group ? columns / group : 0;
     job.extremes = static_cast<const BFloat16 *>(extremes), job.extremes_stride = tokens;
     job.y = static_cast<BFloat16 *>(y);
+    const bool has_lines = reinterpret_cast<uintptr_t>(y) % 64 == 0 && outputs % PANEL == 0;
+    job.is_large = has_lines && tokens * outputs * 2 >= LARGE;
     if (kind == PLAIN) run<PLAIN>(job, threads);
     else if (kind == INT8) run<INT8>(job, threads);
     else if (kind == FLOAT8) run<FLOAT8>(job, threads);

@@ -16,8 +16,8 @@ from tpllama.kernels import small_m
 from tpllama.kernels.small_m import KINDS, Kind
 from tpllama.native import library
 
-# From this many rows of activations on they beat small_m.cpp: at once where weights need no unpacking.
-MANY_ROWS: dict[str, int] = {"plain": 1, "int8": 6, "float8": 6, "int8_dynamic": 2, "int4": 9, "int4_dynamic": 9}
+# From this many rows of activations on they beat small_m.cpp.
+MANY_ROWS: dict[str, int] = {"plain": 2, "int8": 6, "float8": 6, "int8_dynamic": 2, "int4": 9, "int4_dynamic": 9}
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def _native() -> ctypes.CDLL | str:
     reason = compiled.why_not()  # asks the system, for the whole process
     if reason is not None:
         return reason.decode()
-    compiled.linear.argtypes = (number,) + (size,) * 3 + (pointer,) * 4 + (size,) + (pointer,) * 2 + (number,)
+    compiled.linear.argtypes = (number,) * 2 + (size,) * 3 + (pointer,) * 4 + (size,) + (pointer,) * 2 + (number,)
     compiled.linear.restype = None
     return compiled
 
@@ -69,9 +69,17 @@ def linear(
     return run(kind, rows, weight, outputs, scale, zero, group_size, agreed)
 
 
+def gated(
+    kind: Kind, rows: Tensor, weight: Tensor, outputs: int, scale: Tensor | None = None, zero: Tensor | None = None,
+    group_size: int = 0,
+) -> Tensor:  # fmt: skip
+    """silu(gate) * up of a weight with the rows of gate and then those of up, `outputs` each."""
+    return _linear(kind, rows, weight, outputs, scale, zero, group_size, None, is_gated=True)
+
+
 def _linear(
     kind: str, rows: Tensor, weight: Tensor, outputs: int, scale: Tensor | None, zero: Tensor | None, group_size: int,
-    agreed: Tensor | None,
+    agreed: Tensor | None, is_gated: bool = False,
 ) -> Tensor:  # fmt: skip
     compiled = _native()
     assert isinstance(compiled, ctypes.CDLL)
@@ -79,14 +87,21 @@ def _linear(
     agreed = None if agreed is None else agreed.contiguous()
     y = rows.new_empty(rows.shape[0], outputs)
     compiled.linear(
-        KINDS[kind], *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
+        KINDS[kind], is_gated, *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
         None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
         None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
-_operator = torch.library.custom_op("tpllama::many_rows", _linear, mutates_args=())
+def _ungated(
+    kind: str, rows: Tensor, weight: Tensor, outputs: int, scale: Tensor | None, zero: Tensor | None, group_size: int,
+    agreed: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return _linear(kind, rows, weight, outputs, scale, zero, group_size, agreed)
+
+
+_operator = torch.library.custom_op("tpllama::many_rows", _ungated, mutates_args=())
 
 
 @_operator.register_fake

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels import amx, small_m
+from tpllama.kernels import own, small_m
 from tpllama.kernels.linear import (
     AgreeMax,
     Form,
@@ -52,11 +52,10 @@ class RowScaledLinear(nn.Module):
         return cls(weight.qdata.contiguous(), weight.scale.flatten().to(weight.dtype), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(x)
-        if self.scale.dtype == torch.bfloat16 and amx.fits(self.kind, rows):
-            y = amx.linear(self.kind, rows, self.qdata, self.qdata.shape[0], self.scale)
-        elif self.scale.dtype == torch.bfloat16 and small_m.fits(self.kind, rows):
-            y = small_m.linear(self.kind, rows, self.qdata, self.qdata.shape[0], self.scale)
+        rows, weight = as_rows(x), self.own_weight()
+        found = None if weight is None else own.linear(rows, weight)
+        if found is not None:
+            y = found
         elif self.kernel_fits and rows.shape[0] <= _FEW_ROWS:
             y = torch.ops.aten._weight_int8pack_mm(rows, self.qdata, self.scale)
         elif self.scale.dtype == torch.bfloat16 and rows.is_cpu and small_m.has("float8"):
@@ -66,6 +65,12 @@ class RowScaledLinear(nn.Module):
         else:
             y = torch.mm(rows, widen(self.qdata, x.dtype).t()) * self.scale
         return like_rows(y if self.bias is None else y + self.bias, x)
+
+    def own_weight(self) -> own.Weight | None:
+        """For our own kernels, where they know it."""
+        if self.scale.dtype != torch.bfloat16:
+            return None
+        return own.Weight(self.kind, self.qdata, self.qdata.shape[0], self.scale)
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -92,12 +97,9 @@ class Int8DynamicLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = as_rows(x)
-        is_many = amx.fits("int8_dynamic", tokens)
-        if is_many or small_m.fits("int8_dynamic", tokens):
-            agreed = None if self.agree_max is None else self.agree_max(small_m.extremes(tokens))
-            linear = amx.linear if is_many else small_m.linear
-            y = linear("int8_dynamic", tokens, self.qdata, self.qdata.shape[0], self.scale, agreed=agreed)
-            return like_rows(y if self.bias is None else y + self.bias, x)
+        found = own.linear(tokens, self.own_weight(), self.agree_max)
+        if found is not None:
+            return like_rows(found if self.bias is None else found + self.bias, x)
         quantized, token_scale = quantize_tokens(tokens, self.agree_max)
         # ATen's kernel is wrong for a single column.
         is_wide = self.qdata.shape[1] > 1
@@ -105,6 +107,10 @@ class Int8DynamicLinear(nn.Module):
         y = sums.float() * token_scale * self.scale
         y = y.to(x.dtype) if self.bias is None else y.to(x.dtype) + self.bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def own_weight(self) -> own.Weight:
+        """For our own kernels."""
+        return own.Weight("int8_dynamic", self.qdata, self.qdata.shape[0], self.scale)
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpllama.kernels import amx, small_m
+from tpllama.kernels import own, small_m
 from tpllama.kernels.linear import AgreeMax, Form, as_rows, int4_parts, like_rows, quantize_dequantize_tokens
 
 _BLOCK = 128  # columns in 64 bytes: the first half of them in the low halves of the bytes
@@ -19,7 +19,7 @@ class OwnInt4Linear(nn.Module):
 
     packed: Tensor
     scale: Tensor
-    zero: Tensor
+    zero: Tensor | None
     bias: Tensor | None
 
     def __init__(self, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> None:
@@ -45,17 +45,16 @@ class OwnInt4Linear(nn.Module):
         return cls(weight, bias, agree_max)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(x)
-        parts = (self.packed, self.out_features, self.scale, self.zero, self.group_size)
-        is_many = amx.fits(self.kind, rows)
-        if is_many or small_m.fits(self.kind, rows):
-            agreed = None if self.agree_max is None else self.agree_max(small_m.extremes(rows))
-            linear = amx.linear if is_many else small_m.linear
-            y = linear(self.kind, rows, *parts, agreed)
-        else:
+        rows, weight = as_rows(x), self.own_weight()
+        y = own.linear(rows, weight, self.agree_max)
+        if y is None:
             rows = quantize_dequantize_tokens(rows, self.agree_max) if self.dynamic else rows
-            y = small_m.many_rows(self.kind, rows, *parts)
+            y = small_m.many_rows(weight.kind, rows, *weight[1:])
         return like_rows(y if self.bias is None else y + self.bias, x)
+
+    def own_weight(self) -> own.Weight:
+        """For our own kernels."""
+        return own.Weight(self.kind, self.packed, self.out_features, self.scale, self.zero, self.group_size)
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpllama.kernels import fused
+from tpllama.kernels import fused, own
 from tpllama.kernels.cpu import Int8DynamicLinear, RowScaledLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import PlainLinear
@@ -49,13 +49,20 @@ class JointLinears(nn.Module):
     def __init__(self, linears: Sequence[Any], place: Place) -> None:
         super().__init__()
         self._linears = tuple(linears)
-        self.joint = join(linears, place)
+        self.joint: Any = join(linears, place)
         self.sizes = [outputs_of(linear) for linear in linears] if self.joint else []
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
         if self.joint is None:
             return [linear(x) for linear in self._linears]
         return self.joint(x).split_with_sizes(self.sizes, -1)
+
+    def silu_and_multiply(self, x: Tensor) -> Tensor:
+        """silu of the first's outputs times the second's."""
+        joint = self.joint
+        weight = None if joint is None or joint.bias is not None else joint.own_weight()
+        y = None if weight is None else own.gated(x, weight)
+        return fused.silu_and_multiply(*self(x)) if y is None else y
 
 
 class FusedLayer(nn.Module):
@@ -84,9 +91,13 @@ class FusedLayer(nn.Module):
         qkv, output, gate_up, down = self._calls
         q, k, v = qkv(fused.rms_norm(x, self._first, self._first_eps))
         summed: Tensor = output(cache.rotate_and_attend(q, k, v, cos_sin))
-        gate, up = gate_up(fused.rms_norm(x, self._second, self._second_eps, summed))
-        is_silu = self._activation is F.silu
-        y: Tensor = down(fused.silu_and_multiply(gate, up) if is_silu else self._activation(gate) * up)
+        normed = fused.rms_norm(x, self._second, self._second_eps, summed)
+        if self._activation is F.silu:
+            inner = gate_up.silu_and_multiply(normed)
+        else:
+            gate, up = gate_up(normed)
+            inner = self._activation(gate) * up
+        y: Tensor = down(inner)
         return y.add_(summed)
 
 
@@ -114,8 +125,8 @@ def join(linears: Sequence[Any], place: Place) -> nn.Module | None:
     place(joint)
     for name, whole in _tensors(joint).items():
         sizes = [len(_tensors(each)[name]) for each in linears]
-        for linear, own in zip(linears, whole.split(sizes), strict=True):
-            _set(linear, name, own)
+        for linear, part in zip(linears, whole.split(sizes), strict=True):
+            _set(linear, name, part)
     return joint
 
 

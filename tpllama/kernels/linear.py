@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpllama.kernels import amx, small_m
+from tpllama.kernels import own
 
 AgreeMax = Callable[[Tensor], Tensor]
 Kind = Literal["plain", "int8", "int4", "float8", "other"]
@@ -38,13 +38,16 @@ class PlainLinear(nn.Linear):
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, weight, bias = as_rows(x), self.weight, self.bias
-        is_many = amx.fits("plain", rows)
-        fits = (is_many or small_m.fits("plain", rows)) and weight.dtype == torch.bfloat16 and weight.is_contiguous()
-        if not fits:
-            return F.linear(x, weight, bias)
-        y = (amx.linear if is_many else small_m.linear)("plain", rows, weight, self.out_features)
+        weight, bias = self.own_weight(), self.bias
+        y = None if weight is None else own.linear(as_rows(x), weight)
+        if y is None:
+            return F.linear(x, self.weight, bias)
         return like_rows(y if bias is None else y + bias, x)
+
+    def own_weight(self) -> own.Weight | None:
+        """For our own kernels, where they know it."""
+        fits = self.weight.dtype == torch.bfloat16 and self.weight.is_contiguous()
+        return own.Weight("plain", self.weight, self.out_features) if fits else None
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
