@@ -35,7 +35,7 @@ from record import cpu_model, versions
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from tpllama.engine import attention
+from tpllama.engine import attention_plan
 from tpllama.engine.batch import Chunk
 from tpllama.engine.cache import PlainStore, ScaledStore, Store
 from tpllama.engine.memory import CacheShape
@@ -116,15 +116,15 @@ class Step:
         self, chunks: tuple[Chunk, ...], store: Callable[[Tensor], Any] = PlainStore, by_torch: bool = False,
         **constants: int,
     ) -> Attend:  # fmt: skip
-        """by_torch: without our C++. constants: other values for those of attention.py."""
+        """by_torch: without our C++. constants: other values for those of attention_plan.py."""
         cache_shape = CacheShape(1, self.shape.kv_heads, self.shape.dim, "bfloat16", BLOCK)
         without = patch.object(NativeAttention, "fits", lambda *_: False)
         with without if by_torch or store is not PlainStore else nullcontext():
-            planner = attention.Planner(
+            planner = attention_plan.Planner(
                 cache_shape, self.shape.group, self.shape.dim**-0.5, DTYPE, torch.device("cpu"), False
             )
         new = torch.cat([slots(chunk)[chunk.start :] for chunk in chunks])
-        with patch.multiple(attention, **constants) if constants else nullcontext():
+        with patch.multiple(attention_plan, **constants) if constants else nullcontext():
             planned = planner.plan(chunks, new)
         stores = cache(lambda layer: [store(x) for x in self.layers[layer]])
         if not isinstance(planned, NativeAttention):
@@ -247,7 +247,7 @@ def cases(shape: Shape, sequences: Sequences, seconds: float) -> Found:
 def shared(shape: Shape, sequences: Sequences, seconds: float) -> Found:
     same = place(sequences, 1, shared=0.75)
     step = Step(shape, same)
-    ways = {"together": 1, "by each": 1 << 40, "as it decides": attention._SHARED_TOKENS}
+    ways = {"together": 1, "by each": 1 << 40, "as it decides": attention_plan._SHARED_TOKENS}
     return step.measure({way: (same, partial(step.ours, _SHARED_TOKENS=n)) for way, n in ways.items()}, seconds)
 
 

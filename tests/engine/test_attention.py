@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tpllama.engine import attention
+from tpllama.engine import attention_plan
 from tpllama.engine.batch import Batch, Chunk
 from tpllama.engine.blocks import BlockTable
 from tpllama.engine.cache import PagedCache, slots_of
@@ -126,7 +126,7 @@ def run(case: Case, dtype: torch.dtype, stored: str, is_alone: bool = False) -> 
 
 @pytest.fixture(autouse=True)
 def _reads_together_whatever_it_can() -> Iterator[None]:
-    with patch.object(attention, "_SHARED_TOKENS", 1), patch.object(attention, "_QUERIES", 4):
+    with patch.object(attention_plan, "_SHARED_TOKENS", 1), patch.object(attention_plan, "_QUERIES", 4):
         yield
 
 
@@ -140,7 +140,7 @@ def test_attention_is_its_definition_wherever_blocks_lie(case: Case) -> None:
 @given(CASES)
 @settings(max_examples=60, deadline=None)
 def test_too_little_in_common_is_read_by_each(case: Case) -> None:
-    with patch.object(attention, "_SHARED_TOKENS", 1000):
+    with patch.object(attention_plan, "_SHARED_TOKENS", 1000):
         found, expected = run(case, torch.float32, "float32")
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 

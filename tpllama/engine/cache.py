@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tpllama.engine.attention import Planner, StepAttention, spans_of
+from tpllama.engine.attention import StepAttention
+from tpllama.engine.attention_plan import Planner, spans_of
 from tpllama.engine.batch import Batch, Copy, Run
 from tpllama.engine.memory import SCALED_FORMS, CacheShape
 from tpllama.engine.native import NativeAttention
