@@ -21,10 +21,10 @@ from tpllama.checkpoint.dummy import DummyCheckpoint
 from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import UserError
 from tpllama.engine.executor import ModelMetadata
-from tpllama.kernels.layer import FusedLayer, FusedNorm, fits
+from tpllama.kernels.layer import FusedLayer, FusedNorm, RecordedLayers, fits
 from tpllama.kernels.pack import pack
 from tpllama.kernels.pages import WeightMemory
-from tpllama.model.llama import Llama
+from tpllama.model.llama import Decoder, Llama
 from tpllama.parallel.collectives import Ranks
 from tpllama.parallel.plan import style_of
 from tpllama.parallel.shard import owned_slices, shard
@@ -116,10 +116,14 @@ class _Loader:
             if module in ends:
                 yield [], functools.partial(self._fuse, decoder.layers, ends[module])
             elif self.is_fused and module is decoder.norm:
-                yield [], lambda _: decoder.set_submodule("norm", FusedNorm(decoder.norm))
+                yield [], lambda _: self._fuse_rest(decoder)
 
     def _fuse(self, layers: nn.ModuleList, index: int, _: Iterator[Tensor]) -> None:
         layers[index] = self.memory.place(FusedLayer(layers[index], self.memory.place))
+
+    def _fuse_rest(self, decoder: Decoder) -> None:
+        decoder.set_submodule("norm", FusedNorm(decoder.norm))
+        decoder.set_submodule("layers", RecordedLayers(decoder.layers))
 
     def _linear(self, name: str, linear: nn.Linear, model: Llama) -> tuple[list[Job], Place]:
         style = style_of(self.blueprint.plan, name)

@@ -128,6 +128,11 @@ class LayerCache:
         fused.rotate(q, k, head_dim, cos_sin)
         return self.attend(*(each.unflatten(1, (-1, head_dim)) for each in (q, k, v))).flatten(1)
 
+    def single_texts(self) -> fused.Step | None:
+        """See `kernels.layer.Cache`."""
+        attention = self._step.attention
+        return attention.single_texts if isinstance(attention, NativeAttention) else None
+
     def parts(self) -> tuple[Tensor, ...]:
         """All that is stored, each [slots, ...]."""
         return (*self.keys.parts(), *self.values.parts())

@@ -30,6 +30,7 @@ class NativeAttention:
         others: SequencesAttention | None,
     ) -> None:  # fmt: skip
         self._step = fused.Step(slots, texts, scale)
+        self._tokens = len(slots)
         self._prompts = Prompts(prompts, scale)
         self._others = others
 
@@ -37,6 +38,11 @@ class NativeAttention:
     def fits(stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there is code for a cache of a stored dtype, and computation in `dtype`."""
         return stored == dtype == torch.bfloat16 and device.type == "cpu" and fused.is_available()
+
+    @property
+    def single_texts(self) -> fused.Step | None:
+        """What the step looks at, where it has nothing but texts."""
+        return self._step if self._step.texts == self._tokens and self._others is None else None
 
     def keep_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor] | None, keys: PlainStore,

@@ -15,6 +15,7 @@ from torch import Tensor
 from tpllama.kernels import small_m
 from tpllama.kernels.small_m import KINDS, Kind
 from tpllama.native import library
+from tpllama.recording import call
 
 # From this many rows of activations on they beat small_m.cpp.
 MANY_ROWS: dict[str, int] = {"plain": 2, "int8": 6, "float8": 6, "int8_dynamic": 2, "int4": 9, "int4_dynamic": 9}
@@ -86,8 +87,8 @@ def _linear(
     rows = rows.contiguous()
     agreed = None if agreed is None else agreed.contiguous()
     y = rows.new_empty(rows.shape[0], outputs)
-    compiled.linear(
-        KINDS[kind], is_gated, *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
+    call(
+        compiled.linear, KINDS[kind], is_gated, *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
         None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
         None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tpllama.native import library
+from tpllama.recording import call
 
 _INTEGERS = "q"  # int64, as `array` calls it
 
@@ -57,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None)
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     added = None if delta is None else delta.data_ptr()
     arguments = x.data_ptr(), added, weight.data_ptr(), eps, y.data_ptr(), torch.get_num_threads()
-    _compiled().rms_norm(_level(), *x.shape, *arguments)
+    call(_compiled().rms_norm, _level(), *x.shape, *arguments)
     return y
 
 
@@ -65,7 +66,7 @@ def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of [n, features] each, whose rows may lie apart."""
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     parts = gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), y.data_ptr()
-    _compiled().gated(_level(), *gate.shape, *parts, torch.get_num_threads())
+    call(_compiled().gated, _level(), *gate.shape, *parts, torch.get_num_threads())
     return y
 
 
@@ -101,6 +102,11 @@ class Step:
         self._step = _Step(len(slots), slots.data_ptr(), len(rows), *addresses)
         self.address = ctypes.addressof(self._step)
 
+    def become(self, other: Step) -> None:
+        """What `other` says stands at this one's address, too, from now on."""
+        self._held, self._slots, self.texts = other._held, other._slots, other.texts
+        ctypes.memmove(self.address, other.address, ctypes.sizeof(_Step))
+
 
 def attend(
     step: Step, q: Tensor, k: Tensor, v: Tensor, head_dim: int, cos_sin: tuple[Tensor, Tensor] | None, keys: Tensor,
@@ -112,8 +118,9 @@ def attend(
     before: q where it is.
     """
     cos, sin = (None, None) if cos_sin is None else (cos_sin[0].data_ptr(), cos_sin[1].data_ptr())
-    _compiled().attend(
-        _level(), step.address, q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.data_ptr(), q.stride(0),
+    call(
+        _compiled().attend, _level(), step.address,
+        q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.data_ptr(), q.stride(0),
         k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cos, sin, keys.data_ptr(), values.data_ptr(), step.scale,
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -123,8 +130,9 @@ def rotate(q: Tensor, k: Tensor, head_dim: int, cos_sin: tuple[Tensor, Tensor]) 
     """Rotates q and k [tokens, heads * head_dim] where they are; their rows may lie apart."""
     step = _Step(q.shape[0])
     cos, sin = cos_sin
-    _compiled().attend(
-        _level(), ctypes.addressof(step), q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.data_ptr(),
+    call(
+        _compiled().attend, _level(), ctypes.addressof(step),
+        q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.data_ptr(),
         q.stride(0), k.data_ptr(), k.stride(0), None, 0, cos.data_ptr(), sin.data_ptr(), None, None, 1.0, None,
         torch.get_num_threads(),
     )  # fmt: skip

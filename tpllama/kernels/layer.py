@@ -7,7 +7,7 @@ same tokens are multiplied as one: their weights lie behind each other, each of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +18,11 @@ from tpllama.kernels import fused, own
 from tpllama.kernels.cpu import Int8DynamicLinear, RowScaledLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import PlainLinear
+from tpllama.recording import Unrecordable, recording
 
 _JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, OwnInt4Linear)
+# Tokens of a step that is recorded: of more, Python's part is small, and what is held is large.
+_MOST_RECORDED = 8
 _CosSin = tuple[Tensor, Tensor]
 Place = Callable[[nn.Module], nn.Module]
 
@@ -29,6 +32,9 @@ class Cache(Protocol):
 
     def rotate_and_attend(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: _CosSin) -> Tensor:
         """Stores k, rotated, and v; attention of q, rotated: [tokens, heads * head_dim] each."""
+
+    def single_texts(self) -> fused.Step | None:
+        """What all layers of this step look at, where it is a token of each of some texts and nothing else."""
 
 
 class FusedNorm(nn.Module):
@@ -99,6 +105,55 @@ class FusedLayer(nn.Module):
             inner = self._activation(gate) * up
         y: Tensor = down(inner)
         return y.add_(summed)
+
+
+class RecordedLayers(nn.ModuleList):
+    """Fused layers, one after another. Steps of few texts are recorded, so that only the first costs Python's time."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__(layers)
+        self._recorded: dict[int, _RecordedStep] = {}
+        self._caches: Sequence[Cache] | None = None  # in which the recorded steps store
+        self._most = _MOST_RECORDED
+
+    def forward(self, x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache] | None) -> Tensor:
+        step = caches[0].single_texts() if caches and len(x) <= self._most else None
+        if caches is None or step is None:
+            return self._run(x, cos_sin, caches)
+        if self._caches is not caches:
+            self._recorded, self._caches = {}, caches
+        if len(x) not in self._recorded:
+            try:
+                self._recorded[len(x)] = _RecordedStep(self._run, x, cos_sin, caches, step)
+            except Unrecordable:
+                self._most = 0
+                return self._run(x, cos_sin, caches)
+            return self._recorded[len(x)].result
+        return self._recorded[len(x)].run(x, cos_sin, step)
+
+    def _run(self, x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache] | None) -> Tensor:
+        for index, layer in enumerate(self):
+            x = layer(x, cos_sin, None if caches is None else caches[index])
+        return x
+
+
+class _RecordedStep:
+    """The layers of a step, computed and recorded. `result`: of the last run, until the next one."""
+
+    def __init__(
+        self, compute: Callable[..., Tensor], x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache], step: fused.Step
+    ) -> None:
+        self._inputs = x.clone(), *(each.contiguous().clone() for each in cos_sin)
+        self._step = step
+        with recording() as self._recording:
+            self.result = compute(self._inputs[0], self._inputs[1:], caches)
+
+    def run(self, x: Tensor, cos_sin: _CosSin, step: fused.Step) -> Tensor:
+        for held, given in zip(self._inputs, (x, *cos_sin), strict=True):
+            held.copy_(given)
+        self._step.become(step)
+        self._recording.replay()
+        return self.result
 
 
 def fits(dtype: torch.dtype, device: torch.device) -> bool:

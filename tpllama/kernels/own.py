@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tpllama.kernels import amx, small_m
 from tpllama.kernels.small_m import Kind
+from tpllama.recording import in_place
 
 
 class Weight(NamedTuple):
@@ -30,7 +31,7 @@ def linear(rows: Tensor, weight: Weight, agree_max: Callable[[Tensor], Tensor] |
     is_many = amx.fits(weight.kind, rows)
     if not (is_many or small_m.fits(weight.kind, rows)):
         return None
-    agreed = None if agree_max is None else agree_max(small_m.extremes(rows))
+    agreed = None if agree_max is None else in_place(agree_max, small_m.extremes(rows))
     return (amx.linear if is_many else small_m.linear)(weight.kind, rows, *weight[1:], agreed)
 
 

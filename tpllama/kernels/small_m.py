@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpllama.native import library
+from tpllama.recording import call
 
 Kind = Literal["plain", "int8", "float8", "int8_dynamic", "int4", "int4_dynamic"]
 
@@ -120,8 +121,9 @@ def _linear(
     agreed = None if agreed is None else agreed.contiguous()
     count, columns = rows.shape
     y = rows.new_empty(count, outputs)
-    _compiled().linear(
-        KINDS[kind], _level(), _TYPES[rows.dtype], count, columns, outputs, rows.data_ptr(), weight.data_ptr(),
+    call(
+        _compiled().linear, KINDS[kind], _level(), _TYPES[rows.dtype],
+        count, columns, outputs, rows.data_ptr(), weight.data_ptr(),
         None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
         None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -131,7 +133,7 @@ def _linear(
 def _extremes(rows: Tensor) -> Tensor:
     rows = rows.contiguous()
     found = rows.new_empty(2, rows.shape[0])
-    _compiled().extremes(_level(), _TYPES[rows.dtype], *rows.shape, rows.data_ptr(), found.data_ptr())
+    call(_compiled().extremes, _level(), _TYPES[rows.dtype], *rows.shape, rows.data_ptr(), found.data_ptr())
     return found
 
 

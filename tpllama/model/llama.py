@@ -101,20 +101,28 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Layers(nn.ModuleList):
+    """Decoder layers, one after another."""
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], caches: Sequence[KVCache] | None) -> Tensor:
+        for index, layer in enumerate(self):
+            x = layer(x, cos_sin, None if caches is None else caches[index])
+        return x
+
+
 class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = Layers(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary = RotaryEmbedding(config)
 
     def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, caches: Sequence[KVCache] | None) -> Tensor:
         x = self.embed_tokens(tokens)
         cos_sin = self.rotary(positions, lengths, x.dtype)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cos_sin, None if caches is None else caches[index])
-        return x
+        hidden: Tensor = self.layers(x, cos_sin, caches)
+        return hidden
 
 
 class Llama(nn.Module):

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpllama.recording import in_place
+
 # One message of this size carries a whole step's description; a longer one is followed by its rest.
 _FIRST_MESSAGE_BYTES = 4096
 # What gloo says of a connection that ended, because the other process did or its host is out of reach.
@@ -143,7 +145,7 @@ def losing_ranks() -> Iterator[None]:
 
 def sum_output(module: nn.Module, ranks: Ranks, owned: tuple[int, int]) -> nn.Module:
     """A row-split linear whose output is the sum of the ranks' summands."""
-    module.register_forward_hook(lambda _module, _inputs, output: ranks.sum(output))
+    module.register_forward_hook(lambda _module, _inputs, output: in_place(ranks.sum, output))
     return module
 
 
