@@ -199,6 +199,7 @@ def test_recipes_are_those_of_torchao_and_of_one_rank(
     assert all(each["rms"] < 1e-5 for name, each in found.items() if not name.startswith("8da4w"))
 
 
+@pytest.mark.slow
 def test_a_perturbed_weight_is_found(model: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -177,7 +177,7 @@ def check_all_reads(model: str, tp: int) -> None:
 DEGREES = (1, 2, 3, 5, 8, 16)
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", [tp if tp < 16 else pytest.param(tp, marks=pytest.mark.slow) for tp in DEGREES])
 def test_every_byte_of_8b_is_read_by_the_ranks_that_own_it_and_once(tp: int) -> None:
     check_all_reads("8B", tp)
 

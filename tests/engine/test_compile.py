@@ -22,7 +22,8 @@ def test_sizes_of_steps_are_few_and_fit() -> None:
     assert all(bucket(size) == size for size in sizes)
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_nothing_is_compiled_after_the_start(make_checkpoint: Callable[..., Path], tp: int) -> None:
     torch.compiler.reset()
     counters.clear()

@@ -100,7 +100,7 @@ def test_a_seed_gives_the_same_text_on_any_number_of_ranks(float32_outputs: Outp
     assert [output.text for output in found] == [output.text for output in expected]
 
 
-@pytest.mark.parametrize("tp", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bfloat16_texts_part_from_transformers_only_at_near_ties(
     tp: int,
     smollm2_reference: Any,

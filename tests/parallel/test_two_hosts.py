@@ -152,7 +152,10 @@ def until(condition: Callable[[], object], within_s: float, nodes: list[Node]) -
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["a rank on each", "two ranks on each"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(1, marks=pytest.mark.slow, id="a rank on each"), pytest.param(2, id="two ranks on each")],
+)
 def test_two_hosts_generate_what_one_does(start: Callable[..., list[Node]], tpllama: Run, ranks: int) -> None:
     # In float32, where the order in which ranks are added doesn't show in the text.
     asked = ["generate", PROMPT, "--max-new-tokens", "12", "--json", "--dtype", "float32"]

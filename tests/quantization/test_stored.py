@@ -150,6 +150,7 @@ def test_three_ranks_have_ones_logits(model: Path, tmp_path: Path) -> None:
     assert_near(logits(saved, tp=3), one)
 
 
+@pytest.mark.slow
 def test_three_ranks_have_ones_logits_with_dynamic_activations(model: Path, tmp_path: Path) -> None:
     names = {"q_proj": "int8dq", "o_proj": "8da4w per row", "up_proj": "int8dq", "down_proj": "8da4w asymmetric"}
     config = FqnToConfig({rf"re:.*\.{layer}": KNOWN[name] for layer, name in names.items()})

@@ -52,10 +52,14 @@ def test_it_answers_and_streams(server: ServerProcess) -> None:
             assert response.headers["content-type"].startswith("text/event-stream")
             pieces = [event["choices"][0]["delta"].get("content", "") for event in events(response)]
         assert "".join(pieces) == content
-        started = time.monotonic()
+        seconds = []
         for _ in range(20):
+            started = time.monotonic()
             client.get("/health")
-        assert time.monotonic() - started < 0.4  # no answer is held back for more of it
+            seconds.append(time.monotonic() - started)
+        assert (
+            min(seconds) < 0.03
+        )  # no answer is held back for more of it: that would be 0.04 (delayed acknowledgement)
 
 
 def test_clients_that_go_away_or_never_finish_take_no_place(server: ServerProcess) -> None:
@@ -112,11 +116,11 @@ def test_what_can_not_work_is_one_line_and_exit_code_2(tpllama: Run, server: Ser
 
 
 def test_termination_lets_requests_finish_until_the_deadline(tmp_path: Path) -> None:
-    config = write_run_config(tmp_path, "shutdown_timeout_s: 1.5\nmodels: [{model_id: smollm2}]\nstate_file: s.json\n")
+    config = write_run_config(tmp_path, "shutdown_timeout_s: 6\nmodels: [{model_id: smollm2}]\nstate_file: s.json\n")
     with ServerProcess("--config", config, "--tp", "2") as server, server.client() as client:
         server.wait_until_ready()
         children = server.children()
-        short, long = CHAT | {"max_tokens": 20}, CHAT | {"max_tokens": 4000, "ignore_eos": True}
+        short, long = CHAT | {"max_tokens": 4}, CHAT | {"max_tokens": 4000, "ignore_eos": True}
         with (
             client.stream("POST", "/v1/chat/completions", json=long | {"stream": True}) as endless,
             client.stream("POST", "/v1/chat/completions", json=short | {"stream": True}) as ending,
