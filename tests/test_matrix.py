@@ -69,7 +69,7 @@ CASES = {name: (name, False) for name in [*CPU_RECIPES, "map"]} | {
     f"{name}+head": (name, True) for name in ("int8wo", "int4wo-32", "8da4w-32")
 }
 DYNAMIC = [name for name in CASES if name.startswith(("int8dq", "8da4w", "map"))]
-DEGREES = (2, 3, 4)
+DEGREES = (2, 3, pytest.param(4, marks=pytest.mark.slow))
 # A batch of two texts; and 24 texts of one token, no two of which can spoil each other.
 # What `tpllama quantize` writes.
 SAVED = ", saved"

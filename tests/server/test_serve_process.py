@@ -57,9 +57,7 @@ def test_it_answers_and_streams(server: ServerProcess) -> None:
             started = time.monotonic()
             client.get("/health")
             seconds.append(time.monotonic() - started)
-        assert (
-            min(seconds) < 0.03
-        )  # no answer is held back for more of it: that would be 0.04 (delayed acknowledgement)
+        assert min(seconds) < 0.03  # no answer is held back for more of it, which would be 0.04
 
 
 def test_clients_that_go_away_or_never_finish_take_no_place(server: ServerProcess) -> None:
