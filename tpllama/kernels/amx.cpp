@@ -20,6 +20,7 @@ constexpr Size PANEL = 32;      // outputs that are multiplied at once
 constexpr Size PANELS = 2;      // of a unit
 constexpr Size ROW_STEPS = 4;   // steps of a row that are unpacked at once: a line of int4
 constexpr Size AT_ONCE = 512;   // tokens
+constexpr Size TOKENS_OF_GROUP = 192;  // of threads, at the least
 constexpr Size CACHED = 1 << 20;  // bytes of tokens that are read again from the cache for each panel
 constexpr Size LARGE = 4 << 20;   // bytes of y
 constexpr Size UNITS = 4;       // that share a reading of tokens that are more
@@ -39,6 +40,7 @@ struct Job {
     bool is_large;             // y leaves the cache before anybody reads it: written past it, in whole lines
 
     Size steps, tiles;         // of columns, of tokens
+    Size first_tile, end_tile; // of those that a thread multiplies
     uint8_t *packed;           // tokens: [blocks of steps][tiles][steps of the block][16 of k][16 tokens], 4 bytes each
     float *token_scale;        // [tiles * 16]
 };
@@ -406,9 +408,9 @@ template <Kind kind> INLINE Fetch fetch_of(const Job &job, const Unit &unit) {
 template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uint8_t *scratch, Size turns) {
     if (begin >= end) return;
     uint8_t *unpacked = scratch, *sums = scratch + PANELS * PANEL_BYTES;
-    const Size pairs = (job.tiles + 1) / 2;
+    const Size pairs = (job.end_tile - job.first_tile + 1) / 2;
     float least_token = 1;
-    for (Size m = 0; m < job.tokens; m++) {
+    for (Size m = job.first_tile * 16; m < std::min(job.end_tile * 16, job.tokens); m++) {
         float each = job.token_scale[m];
         least_token = each >= least_token ? least_token : each;  // NaN, too
     }
@@ -429,16 +431,18 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
         auto sums_at = [&](Size pair, Size panel) { return own + (pair * PANELS + panel) * 4 * TILE; };
         for (Size pair = 0; pair < pairs; pair++)
             for (Size p = 0; p < unit.panels; p++) {
-                const uint8_t *tokens = job.packed + (unit.step * job.tiles + pair * 2 * unit.steps) * TILE;
+                const Size tile = job.first_tile + pair * 2;
+                const uint8_t *tokens = job.packed + (unit.step * job.tiles + tile * unit.steps) * TILE;
                 const Panel panel = panel_of<kind>(job, unit, p, unpacked);
-                auto add = pair * 2 + 1 < job.tiles ? multiply<kind, 2> : multiply<kind, 1>;
+                auto add = tile + 1 < job.end_tile ? multiply<kind, 2> : multiply<kind, 1>;
                 add(panel, tokens, unit.steps, sums_at(pair, p), unit.step == 0, fetch, share);
             }
         // Not between multiplications, which would have to end before it and begin after it.
-        for (Size tile = 0; is_last && tile < job.tiles; tile++) {
+        for (Size tile = job.first_tile; is_last && tile < job.end_tile; tile++) {
             __m512i rows[PANELS][16];
+            const Size at = tile - job.first_tile;
             for (Size p = 0; p < unit.panels; p++) {
-                rows_of<kind>(job, tile, sums_at(tile / 2, p) + tile % 2 * 2 * TILE, scales[p], is_tiny, rows[p]);
+                rows_of<kind>(job, tile, sums_at(at / 2, p) + at % 2 * 2 * TILE, scales[p], is_tiny, rows[p]);
                 if (!job.is_gated) store(job, tile, output_of(job, unit, p), rows[p]);
             }
             if (!job.is_gated) continue;
@@ -450,11 +454,19 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
     if (job.is_large) _mm_sfence();  // before others read y
 }
 
+// Among how many groups of threads the tokens are shared out; within one the outputs are. A core's cache holds fewer
+// tokens better, but each group unpacks all weights that it multiplies.
+Size token_groups(Size tokens, Size threads) {
+    Size groups = std::min(threads, tokens / TOKENS_OF_GROUP);
+    while (groups > 1 && threads % groups) groups--;
+    return std::max(groups, Size(1));
+}
+
 template <Kind kind> void run(Job job, int threads) {
     job.steps = (job.columns + step_columns(kind) - 1) / step_columns(kind);
     const Size all = job.tokens, parts = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + parts - 1) / parts, 32);
     const Size token_bytes = most / 16 * job.steps * TILE, panels = (job.outputs + PANEL - 1) / PANEL;
-    const Size turns = token_bytes <= CACHED ? 1 : UNITS;
+    const Size turns = token_bytes / token_groups(most, threads) <= CACHED ? 1 : UNITS;
     const Size own_bytes = PANELS * PANEL_BYTES + turns * PANELS * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
     job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
@@ -466,11 +478,16 @@ template <Kind kind> void run(Job job, int threads) {
         for (int t = 0; t < threads; t++)
             for (Size tile = t; tile < part.tiles; tile += threads)
                 pack_tokens<kind>(part, tile);
+        const Size groups = token_groups(part.tokens, threads), in_group = threads / groups, pairs = (part.tiles + 1) / 2;
         #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int t = 0; t < threads; t++) {
+        for (Size t = 0; t < groups * in_group; t++) {
+            const Size group = t / in_group, place = t % in_group;
+            Job own = part;
+            own.first_tile = pairs * group / groups * 2;
+            own.end_tile = std::min(pairs * (group + 1) / groups * 2, part.tiles);
+            Size begin = panels * place / in_group * PANEL, end = panels * (place + 1) / in_group * PANEL;
             configure();
-            Size begin = panels * t / threads * PANEL, end = panels * (t + 1) / threads * PANEL;
-            units<kind>(part, begin, std::min(end, job.outputs), scratch + t * own_bytes, turns);
+            units<kind>(own, begin, std::min(end, job.outputs), scratch + t * own_bytes, turns);
             release();
         }
     }
