@@ -4,7 +4,7 @@ A table of the mean step of a prefill and of a decode, from timers around what t
 torch's profiler for each of the two (Chrome's format, gzip), made in runs of their own: the profiler itself costs
 time. What is inside another part is taken off it: a sum over ranks isn't the linear's.
 
-    weights      linears, with what quantizes their inputs
+    weights      linears, with what quantizes their inputs; on AMX gate and up with the activation between them
     attention    keys and values to the cache and attention over it, with its planning; of fused layers, RoPE too
     collectives  sums, maxima and messages between ranks, with the waiting for slower ones
     sampling     from logits to tokens
@@ -28,9 +28,14 @@ from torch.profiler import ProfilerActivity, record_function
 
 from tpllama import LLM, SamplingParams
 from tpllama.engine.text import Prompt
+from tpllama.kernels import own
+from tpllama.kernels.layer import RecordedLayers
+from tpllama.recording import Recording
 
 PARTS = ("weights", "attention", "collectives", "sampling", "scheduler", "rest", "idle")
 _COLLECTIVES = ("sum", "max", "gather", "broadcast")
+# Of our C functions, as steps are recorded in them.
+_OF_FUNCTION = {"linear": "weights", "extremes": "weights", "attend": "attention"}
 _TRACED_DECODES = 8
 
 
@@ -93,6 +98,11 @@ def instrument(llm: LLM) -> Stopwatch:
     if runner.ranks.size > 1:
         for name in _COLLECTIVES:
             _wrap(watch, runner.ranks, name, "collectives")
+    for layers in runner.model.modules():
+        if isinstance(layers, RecordedLayers):
+            layers.forget()
+    _time_recordings(watch)
+    _wrap(watch, own, "gated", "weights")
     joint = [f"{name}.joint" for name, each in runner.model.named_modules() if getattr(each, "joint", None)]
     for name in (*llm.blueprint.decisions, *joint):
         linear = runner.model.get_submodule(name)
@@ -102,6 +112,15 @@ def instrument(llm: LLM) -> Stopwatch:
         if getattr(linear, "agree_max", None):
             _wrap(watch, linear, "agree_max", "collectives")
     return watch
+
+
+def _time_recordings(watch: Stopwatch) -> None:
+    def replay(self: Recording) -> None:
+        for call in self.calls:
+            part = _OF_FUNCTION.get(getattr(call.func, "__name__", ""))  # type: ignore[attr-defined]
+            (watch.timed(part, call) if part else call)()
+
+    Recording.replay = replay  # type: ignore[method-assign]
 
 
 def _wrap(watch: Stopwatch, owner: Any, name: str, part: str) -> None:

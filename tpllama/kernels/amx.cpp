@@ -98,7 +98,7 @@ INLINE uint8_t *packed_at(const Job &job, Size tile, Size step) {
 
 // 16 tokens as they are multiplied.
 template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
-    const Size first = tile * 16, count = std::min(job.tokens - first, Size(16));
+    const Size first = tile * 16, count = std::min(job.tokens - first, Size(16)), each = step_columns(kind);
     const BFloat16 *x = job.x + first * job.columns;
     Mapping mappings[16] = {};
     for (Size i = 0; i < 16; i++) {
@@ -109,8 +109,8 @@ template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
         __m512i rows[16];
         #pragma GCC unroll 16
         for (Size i = 0; i < 16; i++)
-            rows[i] = i < count ? token64<kind>(x + i * job.columns, step * step_columns(kind), job.columns, mappings[i])
-                                : _mm512_setzero_si512();
+            if (i < count) rows[i] = token64<kind>(x + i * job.columns, step * each, job.columns, mappings[i]);
+            else rows[i] = _mm512_setzero_si512();
         transpose(rows);
         auto to = reinterpret_cast<__m512i *>(packed_at(job, tile, step));
         #pragma GCC unroll 16
@@ -323,7 +323,8 @@ AVX512 INLINE __m512 silu16(__m512 x) {
     y = _mm512_add_ps(_mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(y, r), r), r), set(1));
     __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
     y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), power));
-    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(minus, set(88.7228f), _CMP_GT_OQ), set(std::numeric_limits<float>::infinity()));
+    const __m512 infinity = set(std::numeric_limits<float>::infinity());
+    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(minus, set(88.7228f), _CMP_GT_OQ), infinity);
     y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
     return _mm512_castsi512_ps(rounded16(_mm512_div_ps(x, _mm512_add_ps(set(1), y))));
 }
@@ -367,7 +368,7 @@ INLINE bool scales_of(const Job &job, Size output, Size row, float least_token, 
 
 // Units in the order in which they are multiplied: all tokens by a block of some units, then by their next block.
 struct Order {
-    Size last, turns, steps, size;  // last: of the thread's outputs; turns: units that take turns; size: their outputs
+    Size last, turns, steps, size;  // last: of the thread's outputs; turns: units that take turns; size: of one
     bool is_gated;
     Size group, first, step;
 
@@ -454,9 +455,10 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
     if (job.is_large) _mm_sfence();  // before others read y
 }
 
-// Among how many groups of threads the tokens are shared out; within one the outputs are. A core's cache holds fewer
-// tokens better, but each group unpacks all weights that it multiplies.
-Size token_groups(Size tokens, Size threads) {
+// Among how many groups of threads tokens are shared out, where a core's cache doesn't hold them all; within a group
+// outputs are. Each group unpacks all weights.
+Size token_groups(Size tokens, Size token_bytes, Size threads) {
+    if (token_bytes <= CACHED) return 1;
     Size groups = std::min(threads, tokens / TOKENS_OF_GROUP);
     while (groups > 1 && threads % groups) groups--;
     return std::max(groups, Size(1));
@@ -466,7 +468,7 @@ template <Kind kind> void run(Job job, int threads) {
     job.steps = (job.columns + step_columns(kind) - 1) / step_columns(kind);
     const Size all = job.tokens, parts = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + parts - 1) / parts, 32);
     const Size token_bytes = most / 16 * job.steps * TILE, panels = (job.outputs + PANEL - 1) / PANEL;
-    const Size turns = token_bytes / token_groups(most, threads) <= CACHED ? 1 : UNITS;
+    const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
     const Size own_bytes = PANELS * PANEL_BYTES + turns * PANELS * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
     job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
@@ -478,7 +480,8 @@ template <Kind kind> void run(Job job, int threads) {
         for (int t = 0; t < threads; t++)
             for (Size tile = t; tile < part.tiles; tile += threads)
                 pack_tokens<kind>(part, tile);
-        const Size groups = token_groups(part.tokens, threads), in_group = threads / groups, pairs = (part.tiles + 1) / 2;
+        const Size groups = token_groups(part.tokens, token_bytes, threads), in_group = threads / groups;
+        const Size pairs = (part.tiles + 1) / 2;
         #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (Size t = 0; t < groups * in_group; t++) {
             const Size group = t / in_group, place = t % in_group;
@@ -501,8 +504,8 @@ const char *why_not() { return why_no_tiles(); }
 
 // x [tokens, columns] and y [tokens, outputs] in bfloat16, without gaps; weight, scale, zero, group as in small_m.cpp.
 // Gated, the weight has 2 * outputs rows.
-void linear(int kind, int is_gated, Size tokens, Size columns, Size outputs, const void *x, const uint8_t *weight, const void *scale,
-            const void *zero, Size group, const void *extremes, void *y, int threads) {
+void linear(int kind, int is_gated, Size tokens, Size columns, Size outputs, const void *x, const uint8_t *weight,
+            const void *scale, const void *zero, Size group, const void *extremes, void *y, int threads) {
     Job job{};
     job.is_gated = is_gated, job.tokens = tokens, job.columns = columns, job.outputs = outputs;
     job.x = static_cast<const BFloat16 *>(x), job.weight = weight, job.scale = scale;

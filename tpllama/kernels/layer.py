@@ -121,7 +121,8 @@ class RecordedLayers(nn.ModuleList):
         if caches is None or step is None:
             return self._run(x, cos_sin, caches)
         if self._caches is not caches:
-            self._recorded, self._caches = {}, caches
+            self.forget()
+            self._caches = caches
         if len(x) not in self._recorded:
             try:
                 self._recorded[len(x)] = _RecordedStep(self._run, x, cos_sin, caches, step)
@@ -130,6 +131,10 @@ class RecordedLayers(nn.ModuleList):
                 return self._run(x, cos_sin, caches)
             return self._recorded[len(x)].result
         return self._recorded[len(x)].run(x, cos_sin, step)
+
+    def forget(self) -> None:
+        """Has steps recorded anew."""
+        self._recorded = {}
 
     def _run(self, x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache] | None) -> Tensor:
         for index, layer in enumerate(self):

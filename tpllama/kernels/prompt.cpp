@@ -1,4 +1,4 @@
-// Attention of prompts over the paged cache, in bfloat16 on Intel's AMX: a softmax that is under way over blocks of keys
+// Attention of prompts over the paged cache, in bfloat16 on Intel's AMX: a softmax that goes on over blocks of keys
 // (Milakov and Gimelshein 2018, arXiv 1805.02867), whose scores never leave the processor's cache.
 //
 // The query heads of a KV head are rows of one query matrix. Keys and values are packed once, into right tiles; what
@@ -141,7 +141,7 @@ INLINE void multiply(const BFloat16 *left, Size left_stride, const uint8_t *righ
     TILE_STORE_AT(2, lower, bytes); TILE_STORE_AT(3, lower + 16, bytes);
 }
 
-// From a row's scores of a block, of which it sees `count`, to weights; and its sums become relative to the new largest.
+// From a row's scores of a block, of which it sees `count`, to weights; its sums become relative to the new largest.
 AVX512 INLINE void weigh(Own &own, Size row, Size count, Size keys, float scale, Size width) {
     float *scores = own.scores + row * SCORES;
     BFloat16 *weights = own.weights + row * WEIGHTS;
