@@ -179,7 +179,7 @@ ALL = ("none", "int8wo", "int4wo-32", "8da4w-32", "fp8wo")
     ("against", "recipes"),
     [
         ("hf", ("int4wo-32",)),
-        ("tp1", ("8da4w-32",)),
+        pytest.param("tp1", ("8da4w-32",), marks=pytest.mark.slow),
         pytest.param("hf", ALL, marks=pytest.mark.slow),
         pytest.param("tp1", ALL, marks=pytest.mark.slow),
     ],

@@ -126,6 +126,7 @@ def test_what_cannot_be_measured_is_one_line(arguments: tuple[str, ...], message
     assert done.stderr.startswith(f"machine: error: {message}")
 
 
+@pytest.mark.slow
 def test_more_threads_than_cores_are_said_to_take_turns(tmp_path: Path) -> None:
     cores = os.sysconf("SC_NPROCESSORS_CONF")
     code = f"import sys; from machine import main; sys.argv += ['--threads', '{cores + 1}']; main()"

@@ -412,7 +412,12 @@ def bits_of(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("model.safetensors", 3), ("pytorch_model.bin", 13), ("pytorch_model.legacy.bin", 13)]
+    ("name", "step"),
+    [
+        ("model.safetensors", 3),
+        ("pytorch_model.bin", 13),
+        pytest.param("pytorch_model.legacy.bin", 13, marks=pytest.mark.slow),
+    ],
 )
 def test_a_flipped_bit_is_an_error_or_changes_no_shape(tmp_path: Path, name: str, step: int) -> None:
     torch.manual_seed(0)

@@ -278,7 +278,8 @@ SLOW_RECIPES = [(2, "int8dq"), (1, "int8wo"), (2, "int4wo-32"), (2, "8da4w-32"),
 SMOLLM2_TOKEN_BYTES = 30 * 3 * 64 * 2 * 4  # in float32
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_the_embedded_model_in_a_tight_cache(smollm2: LLM, tp: int) -> None:
     """float32: the tokens that each gets alone, on one rank."""
     expected = [ids(smollm2.generate([text], params))[0] for text in TEXTS for params in (GREEDY, RANDOM)]
