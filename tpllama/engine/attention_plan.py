@@ -56,13 +56,15 @@ class Planner:
         groups, singles = ([], singles) if self._is_alone else self._groups(singles)
         if self._is_native:
             own, several = (several, []) if self._is_native_for_prompts else ([], several)
-            others = SequencesAttention([], self._prompts(several), groups, self._queries_per_kv, self._scale)
+            others = None
+            if several or groups:
+                others = SequencesAttention([], self._prompts(several), groups, self._queries_per_kv, self._scale)
             return NativeAttention(
                 slots,
                 [(row, self._spans(chunk)) for row, chunk in singles],
                 [(row, len(chunk.tokens), self._spans(chunk)) for row, chunk in own],
                 self._scale,
-                others if several or groups else None,
+                others,
             )
         texts = [Text(row, self._place(chunk.runs, 0, chunk.stop)) for row, chunk in singles]
         return SequencesAttention(texts, self._prompts(several), groups, self._queries_per_kv, self._scale)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tpllama.kernels import fused
-from tpllama.kernels.prompt import Prompts, Spans
+from tpllama.kernels.fused import Spans
+from tpllama.kernels.prompt import Prompts
 
 if TYPE_CHECKING:
     from tpllama.engine.attention import SequencesAttention

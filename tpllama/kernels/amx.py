@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tpllama.kernels import small_m
 from tpllama.kernels.small_m import KINDS, Kind
-from tpllama.native import library
+from tpllama.kernels.tiles import with_tiles
 from tpllama.recording import call
 
 # From this many rows of activations on they beat small_m.cpp.
@@ -24,14 +23,10 @@ MANY_ROWS: dict[str, int] = {"plain": 4, "int8": 7, "float8": 6, "int8_dynamic":
 @functools.cache
 def _native() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
-    compiled = library(Path(__file__).with_name("amx.cpp"))
+    compiled = with_tiles("amx.cpp")
     if isinstance(compiled, str):
         return compiled
     pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-    compiled.why_not.restype = ctypes.c_char_p
-    reason = compiled.why_not()  # asks the system, for the whole process
-    if reason is not None:
-        return reason.decode()
     compiled.linear.argtypes = (number,) * 2 + (size,) * 3 + (pointer,) * 4 + (size,) + (pointer,) * 2 + (number,)
     compiled.linear.restype = None
     return compiled
@@ -95,14 +90,7 @@ def _linear(
     return y
 
 
-def _ungated(
-    kind: str, rows: Tensor, weight: Tensor, outputs: int, scale: Tensor | None, zero: Tensor | None, group_size: int,
-    agreed: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return _linear(kind, rows, weight, outputs, scale, zero, group_size, agreed)
-
-
-_operator = torch.library.custom_op("tpllama::many_rows", _ungated, mutates_args=())
+_operator = torch.library.custom_op("tpllama::many_rows", _linear, mutates_args=())
 
 
 @_operator.register_fake

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from tpllama.native import library
 from tpllama.recording import call
 
-_INTEGERS = "q"  # int64, as `array` calls it
+INTEGERS = "q"  # int64, as `array` calls it
+Spans = list[tuple[int, int]]
 
 
 @functools.cache
@@ -79,6 +80,18 @@ class _Step(ctypes.Structure):
     )
 
 
+def flattened(places: Iterable[Spans]) -> tuple[array[int], array[int], array[int]]:
+    """Of sequences that lie in spans (first slot, number of slots): their lengths, where each one's spans end, and all
+    spans behind each other, as the C++ reads them."""
+    lengths, ends, runs = array(INTEGERS), array(INTEGERS), array(INTEGERS)
+    for spans in places:
+        lengths.append(sum(size for _, size in spans))
+        for span in spans:
+            runs.extend(span)
+        ends.append(len(runs) // 2)
+    return lengths, ends, runs
+
+
 class Step:
     """A step's tokens and texts, made once for all layers.
 
@@ -86,18 +99,12 @@ class Step:
     the step, and (first slot, number of slots) of where the sequence lies. scale: of queries' products with keys.
     """
 
-    def __init__(self, slots: Tensor, texts: Iterable[tuple[int, list[tuple[int, int]]]], scale: float) -> None:
+    def __init__(self, slots: Tensor, texts: Sequence[tuple[int, Spans]], scale: float) -> None:
         self.scale = scale
         self._slots = slots
-        rows, lengths, ends, runs = (array(_INTEGERS) for _ in range(4))
-        for row, spans in texts:
-            rows.append(row)
-            lengths.append(sum(size for _, size in spans))
-            for span in spans:
-                runs.extend(span)
-            ends.append(len(runs) // 2)
+        rows = array(INTEGERS, [row for row, _ in texts])
         self.texts = len(rows)
-        self._held = rows, lengths, ends, runs
+        self._held = rows, *flattened(spans for _, spans in texts)
         addresses = (each.buffer_info()[0] for each in self._held)
         self._step = _Step(len(slots), slots.data_ptr(), len(rows), *addresses)
         self.address = ctypes.addressof(self._step)

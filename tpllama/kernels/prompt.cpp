@@ -9,7 +9,6 @@
 #include "tiles.h"
 
 #if HAS_TILES
-#include <cmath>
 
 namespace {
 

@@ -8,29 +8,22 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tpllama.native import library
-
-_INTEGERS = "q"  # int64, as `array` calls it
-Spans = list[tuple[int, int]]
+from tpllama.kernels.fused import INTEGERS, Spans, flattened
+from tpllama.kernels.tiles import with_tiles
 
 
 @functools.cache
 def _native() -> ctypes.CDLL | str:
     """The compiled function, or why there is none."""
-    compiled = library(Path(__file__).with_name("prompt.cpp"))
+    compiled = with_tiles("prompt.cpp")
     if isinstance(compiled, str):
         return compiled
     pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
-    compiled.why_not.restype = ctypes.c_char_p
-    reason = compiled.why_not()  # asks the system, for the whole process
-    if reason is not None:
-        return reason.decode()
     compiled.attend_prompts.argtypes = (
         pointer, *(size,) * 3, pointer, size, pointer, pointer, ctypes.c_float, pointer, ctypes.c_int,
     )  # fmt: skip
@@ -63,16 +56,11 @@ class Prompts:
     of slots) of where the sequence lies up to the last of them. scale: of queries' products with keys.
     """
 
-    def __init__(self, prompts: Iterable[tuple[int, int, Spans]], scale: float) -> None:
+    def __init__(self, prompts: Sequence[tuple[int, int, Spans]], scale: float) -> None:
         self._scale = scale
-        self._held = rows, tokens, lengths, ends, runs = tuple(array(_INTEGERS) for _ in range(5))
-        for row, count, spans in prompts:
-            rows.append(row)
-            tokens.append(count)
-            lengths.append(sum(size for _, size in spans))
-            for span in spans:
-                runs.extend(span)
-            ends.append(len(runs) // 2)
+        rows = array(INTEGERS, [row for row, _, _ in prompts])
+        tokens = array(INTEGERS, [count for _, count, _ in prompts])
+        self._held = rows, tokens, *flattened(spans for *_, spans in prompts)
         self._prompts = _Prompts(len(rows), *(each.buffer_info()[0] for each in self._held))
 
     def __len__(self) -> int:
