@@ -16,6 +16,7 @@ from kernels.making import ON_CPU, ROUNDING, make, tokens_as_seen, values
 from torch import Tensor, nn
 
 from tpllama.kernels import amx, fused, own, small_m
+from tpllama.kernels.cpu import Int8DynamicLinear, Int8TilesLinear
 from tpllama.kernels.linear import quantize_tokens
 from tpllama.kernels.pack import pack
 
@@ -36,6 +37,10 @@ def ours(packed: nn.Module, x: Tensor) -> Tensor:
 
 
 def others(packed: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(packed, Int8TilesLinear):
+        rows = packed.tiles.permute(0, 2, 3, 1, 4).reshape(len(packed.tiles) * 32, -1)
+        rows = rows[: packed.out_features, : x.shape[-1]].contiguous()
+        packed = Int8DynamicLinear(rows, packed.scale, packed.bias, packed.agree_max)
     with from_row(1 << 30):
         return packed(x)
 
@@ -79,7 +84,7 @@ def test_int8dq_is_the_librarys_bit_for_bit() -> None:
         packed.scale *= size
         x[3] = torch.linspace(-255, 255, columns).round() / 2  # ties
         q, scale = quantize_tokens(x, None)
-        expected = (torch._int_mm(q, packed.qdata.t()).float() * scale * packed.scale).to(BFLOAT16)
+        expected = (torch._int_mm(q, weight.qdata.t()).float() * scale * packed.scale).to(BFLOAT16)
         assert expected.count_nonzero() > expected.numel() // 2
         assert torch.equal(ours(packed, x), expected)
         if size == 1:  # where few tokens' kernel runs without AVX-512 it is the library's, too
@@ -110,7 +115,8 @@ def test_a_token_is_computed_alike_whoever_is_beside_it(name: str) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(ON_CPU), rows=st.one_of(st.integers(1, 70), st.just(530)), outputs=st.integers(1, 150),
+    name=st.sampled_from(ON_CPU), rows=st.one_of(st.integers(1, 70), st.just(530)),
+    outputs=st.one_of(st.integers(1, 150), st.integers(1, 5).map(lambda n: 32 * n)),
     columns=st.one_of(st.integers(2, 200).map(lambda n: 2 * n), st.integers(2000, 2200).map(lambda n: n // 2 * 2)),
     threads=st.integers(1, 3), seed=st.integers(0, 99),
 )  # fmt: skip
@@ -126,6 +132,10 @@ def test_gate_and_up_at_once_are_gate_and_up(
         x = tokens(rows, columns, seed) * 3
         with from_row(1):
             found = own.gated(x, packed.own_weight())
+        if name == "int8dq" and outputs % amx.TILE_OUTPUTS:
+            assert found is None  # up would begin within a tile
+            return
+        assert found is not None
         expected = fused.silu_and_multiply(*ours(packed, x).split(outputs, 1))
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     finally:

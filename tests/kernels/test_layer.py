@@ -18,8 +18,7 @@ from tpllama.build import weight_bytes
 from tpllama.engine.batch import Batch, Chunk
 from tpllama.engine.cache import PagedCache
 from tpllama.engine.memory import CacheShape
-from tpllama.kernels import fused
-from tpllama.kernels.cpu import Int8DynamicLinear
+from tpllama.kernels import amx, fused
 from tpllama.kernels.layer import FusedLayer, FusedNorm, join
 from tpllama.kernels.linear import DequantizingLinear
 from tpllama.kernels.pack import pack
@@ -147,7 +146,7 @@ def as_it_is(module: nn.Module) -> nn.Module:
     return module
 
 
-def linears(name: str, sizes: tuple[int, ...] = (64, 32, 48), columns: int = 256, with_bias: bool = False) -> list[Any]:
+def linears(name: str, sizes: tuple[int, ...] = (64, 32, 96), columns: int = 256, with_bias: bool = False) -> list[Any]:
     made = [make(name, (size, columns), BFLOAT16, seed) for seed, size in enumerate(sizes)]
     return [pack(weight, bias if with_bias else None, "cpu") for weight, bias in made]
 
@@ -175,11 +174,17 @@ def test_what_differs_is_not_joined() -> None:
     hooked = linears("none")
     hooked[1].register_forward_hook(lambda _module, _inputs, output: output)
     agreeing = linears("int8dq")
-    agreeing[0] = Int8DynamicLinear(agreeing[0].qdata, agreeing[0].scale, None, lambda extremes: extremes)
+    agreeing[0].agree_max = lambda extremes: extremes
     kinds = [linears("int8wo"), linears("int8dq"), linears("none"), linears("int4wo-32"), linears("int4wo-64")]
     for parts in (some_biases, hooked, agreeing, [each[i % 3] for i, each in enumerate(kinds)]):
         assert join(parts, as_it_is) is None
     assert join([linears("int4wo-32")[0], linears("int4wo-64")[0]], as_it_is) is None
+
+
+@pytest.mark.skipif(not amx.is_there(), reason=amx.why_not() or "")
+def test_what_ends_within_a_tile_is_not_joined() -> None:
+    for sizes in ((64, 48), (40, 40)):
+        assert join(linears("int8dq", sizes), as_it_is) is None
 
 
 @pytest.mark.parametrize("tp", [1, 2, pytest.param(3, marks=pytest.mark.slow)])

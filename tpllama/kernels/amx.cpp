@@ -1,8 +1,9 @@
 // y = x times the transpose of w, for many rows of x (tokens), on Intel's AMX: tiles of 16 rows of 64 bytes.
 //
-// w is read as it lies; its outputs are the rows of left tiles, so what comes out is y's transpose. For few tokens
-// tiles are loaded from w itself. For many, and where w is not in their types, a unit of it (64 outputs by 32 steps of
-// 64 bytes) is unpacked into tiles that lie behind each other. Tokens are packed once, into right tiles.
+// w's outputs are the rows of left tiles, so what comes out is y's transpose. int8 of dynamic tokens lies as tiles from
+// loading on. Other kinds are read as small_m.cpp has them: bfloat16 for few tokens from where it lies, and else a unit
+// of w (64 outputs by 32 steps of 64 bytes) is unpacked into tiles that lie behind each other. Tokens are packed once,
+// into right tiles.
 // Each sum is made in the order of k, whatever the number of tokens or threads.
 //
 // Gated, w has the outputs of two, gate and up, and y is silu(gate) * up: half as much to write, and nothing to read.
@@ -13,9 +14,10 @@
 
 namespace {
 
-enum Kind { PLAIN, INT8, FLOAT8, INT8_DYNAMIC, INT4, INT4_DYNAMIC };  // as small_m.cpp counts
+enum Kind { PLAIN, INT8, FLOAT8, INT8_TILES, INT4, INT4_DYNAMIC };  // as small_m.cpp counts
 
-constexpr Size BLOCK = 32;      // steps of a unit
+constexpr Size BLOCK = 32;      // steps of a unit, at the most; where tiles are read once, as they come, all
+constexpr Size AHEAD = 8192;    // bytes that are fetched ahead then
 constexpr Size PANEL = 32;      // outputs that are multiplied at once
 constexpr Size PANELS = 2;      // of a unit
 constexpr Size ROW_STEPS = 4;   // steps of a row that are unpacked at once: a line of int4
@@ -28,9 +30,9 @@ constexpr Size UNITS = 4;       // that share a reading of tokens that are more
 struct Job {
     Size tokens, columns, outputs;
     const BFloat16 *x;         // [tokens, columns]
-    const uint8_t *weight;
+    const uint8_t *weight;     // INT8_TILES: [outputs / 32][steps][2][16 outputs][64 columns], zeros beyond the last
     Size row_bytes;            // from one output to the next
-    const void *scale;         // of rows: bfloat16, for INT8_DYNAMIC float; of groups: bfloat16 [outputs, groups]
+    const void *scale;         // of rows: bfloat16, for INT8_TILES float; of groups: bfloat16 [outputs, groups]
     const BFloat16 *zero;      // of groups, or null
     Size group_shift, groups;  // a group has two to the power of it columns
     const BFloat16 *extremes;  // [2, extremes_stride] where ranks agreed on them; or none
@@ -40,15 +42,17 @@ struct Job {
     bool is_large;             // y leaves the cache before anybody reads it: written past it, in whole lines
 
     Size steps, tiles;         // of columns, of tokens
+    Size block;                // steps of a unit
     Size first_tile, end_tile; // of those that a thread multiplies
     uint8_t *packed;           // tokens: [blocks of steps][tiles][steps of the block][16 of k][16 tokens], 4 bytes each
+    Size token_row;            // bytes of such a row: 64, of a single token 4
     float *token_scale;        // [tiles * 16]
 };
 
-constexpr bool is_dynamic(Kind kind) { return kind == INT8_DYNAMIC || kind == INT4_DYNAMIC; }
-constexpr Size step_columns(Kind kind) { return kind == INT8_DYNAMIC ? 64 : 32; }
+constexpr bool is_dynamic(Kind kind) { return kind == INT8_TILES || kind == INT4_DYNAMIC; }
+constexpr Size step_columns(Kind kind) { return kind == INT8_TILES ? 64 : 32; }
 // So many tokens are multiplied with rows of w where they lie; more, which read them again and again, pay for a copy.
-constexpr Size direct_tokens(Kind kind) { return kind == PLAIN || kind == INT8_DYNAMIC ? 32 : 0; }
+constexpr Size direct_tokens(Kind kind) { return kind == PLAIN ? 32 : 0; }
 
 // ---- tokens
 
@@ -57,7 +61,7 @@ template <Kind kind> AVX512 INLINE Mapping mapping(const Job &job, Size m) {
     if (job.extremes) range[0] = job.extremes[m], range[1] = job.extremes[job.extremes_stride + m];
     else extremes_of(job.x + m * job.columns, job.columns, range, range + 1);
     Range wide{widen(range[0]), widen(range[1])};
-    return kind == INT8_DYNAMIC ? symmetric<BFloat16>(wide) : asymmetric(wide);
+    return kind == INT8_TILES ? symmetric<BFloat16>(wide) : asymmetric(wide);
 }
 
 AVX512 INLINE void scaled32(const BFloat16 *x, Size k, Size columns, float factor, __m512 *to) {
@@ -71,7 +75,7 @@ template <Kind kind> AVX512 INLINE __m512i token64(const BFloat16 *x, Size k, Si
     if constexpr (!is_dynamic(kind)) return _mm512_maskz_loadu_epi16(first32(columns - k), x + k);
     __m512 values[4];
     scaled32(x, k, columns, q.inverse, values);
-    if constexpr (kind == INT8_DYNAMIC) {
+    if constexpr (kind == INT8_TILES) {
         scaled32(x, k + 32, columns, q.inverse, values + 2);
         __m512i whole[4];
         #pragma GCC unroll 4
@@ -92,8 +96,8 @@ template <Kind kind> AVX512 INLINE __m512i token64(const BFloat16 *x, Size k, Si
 }
 
 INLINE uint8_t *packed_at(const Job &job, Size tile, Size step) {
-    Size block = step / BLOCK * BLOCK, steps = std::min(job.steps - block, BLOCK);
-    return job.packed + (block * job.tiles + tile * steps + step - block) * TILE;
+    Size block = step / job.block * job.block, steps = std::min(job.steps - block, job.block);
+    return job.packed + (block * job.tiles + tile * steps + step - block) * 16 * job.token_row;
 }
 
 // 16 tokens as they are multiplied.
@@ -111,10 +115,9 @@ template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
         for (Size i = 0; i < 16; i++)
             if (i < count) rows[i] = token64<kind>(x + i * job.columns, step * each, job.columns, mappings[i]);
             else rows[i] = _mm512_setzero_si512();
-        transpose(rows);
+        if (job.token_row == 64) transpose(rows);
         auto to = reinterpret_cast<__m512i *>(packed_at(job, tile, step));
-        #pragma GCC unroll 16
-        for (Size i = 0; i < 16; i++) _mm512_store_si512(to + i, rows[i]);
+        for (Size i = 0; i < job.token_row / 4; i++) _mm512_store_si512(to + i, rows[i]);
     }
 }
 
@@ -133,7 +136,8 @@ INLINE Size row_of(const Job &job, const Unit &unit, Size panel) {
 
 // Where a step of a row begins; a block of int4 holds 128 columns in 64 bytes, the first half in their low halves.
 template <Kind kind> INLINE const uint8_t *source(const Job &job, Size row, Size step) {
-    Size at = kind >= INT4 ? step / 4 * 64 + step % 2 * 32 : step * (kind == PLAIN || kind == INT8_DYNAMIC ? 64 : 32);
+    if (kind == INT8_TILES) return job.weight + (row / PANEL * job.steps + step) * 2 * TILE;
+    Size at = kind >= INT4 ? step / 4 * 64 + step % 2 * 32 : step * (kind == PLAIN ? 64 : 32);
     return job.weight + row * job.row_bytes + at;
 }
 
@@ -172,8 +176,7 @@ AVX512 INLINE void unpack(const Job &job, Size row, Size first, Size last, uint8
         const Size left = columns - step * step_columns(kind);
         const __mmask32 mask = is_whole ? ~0u : first32(left);
         __m512i line;
-        if constexpr (kind == INT8_DYNAMIC) line = _mm512_maskz_loadu_epi8(is_whole ? ~0ull : first64(left), from);
-        else if constexpr (kind == PLAIN) line = _mm512_maskz_loadu_epi16(mask, from);
+        if constexpr (kind == PLAIN) line = _mm512_maskz_loadu_epi16(mask, from);
         else if constexpr (kind < INT4) line = widen32<kind>(_mm256_maskz_loadu_epi8(mask, from));
         else {  // its words choose by their lower bits; a group is whole steps
             __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
@@ -222,9 +225,11 @@ struct Fetch {
     const uint8_t *row;
     Size row_bytes, lines, rows;  // rows: of a panel
     const uint8_t *other;         // the panel that follows, or null
+    Size share;                   // lines of each step
     Size line = 0, at = 0;
 
-    INLINE void some(Size count) {
+    INLINE void some() {
+        Size count = share;
         for (; count > 0 && row; count--) {
             _mm_prefetch(row + line * 64, _MM_HINT_T1);
             if (++line < lines) continue;
@@ -241,16 +246,16 @@ struct Panel { const uint8_t *rows, *lower; Size stride, next; };
 
 #define ADD(sum, left, right)                                                                                \
     do {                                                                                                     \
-        if constexpr (kind == INT8_DYNAMIC) TILE_ADD_BYTES(sum, left, right);                                \
+        if constexpr (kind == INT8_TILES) TILE_ADD_BYTES(sum, left, right);                                \
         else TILE_ADD(sum, left, right);                                                                     \
     } while (0)
 
 // 32 outputs of T tiles of tokens: sums += panel times tokens, sums [T][2 tiles of outputs].
-template <Kind kind, int T>
-AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size steps, uint8_t *sums, bool is_first,
-                            Fetch &fetch, Size share) {
-    const uint8_t *others = tokens + steps * TILE;
-    const Size stride = 64;
+template <Kind kind, int T, bool is_once>
+AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size token_row, Size steps, uint8_t *sums, bool is_first,
+                            Fetch &fetch) {
+    const Size stride = 64, next = 16 * token_row;
+    const uint8_t *others = tokens + steps * next;
     if (is_first) {
         TILE_ZERO(0); TILE_ZERO(1);
         if (T == 2) { TILE_ZERO(2); TILE_ZERO(3); }
@@ -260,16 +265,19 @@ AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size steps, uint
     }
     for (Size step = 0; step < steps; step++) {
         TILE_LOAD(4, panel.rows + step * panel.next, panel.stride);
-        TILE_LOAD(6, tokens + step * TILE, stride);
+        TILE_LOAD(6, tokens + step * next, token_row);
         ADD(0, 4, 6);
         TILE_LOAD(5, panel.lower + step * panel.next, panel.stride);
         ADD(1, 5, 6);
         if (T == 2) {
-            TILE_LOAD(7, others + step * TILE, stride);
+            TILE_LOAD(7, others + step * next, token_row);
             ADD(2, 4, 7);
             ADD(3, 5, 7);
         }
-        fetch.some(share);
+        if (!is_once) fetch.some();
+        #pragma GCC unroll 32
+        for (Size line = 0; is_once && line < 32; line++)
+            _mm_prefetch(panel.rows + step * 2 * TILE + AHEAD + line * 64, _MM_HINT_T1);
     }
     TILE_STORE(0, sums); TILE_STORE(1, sums + TILE);
     if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
@@ -296,7 +304,7 @@ AVX512 INLINE void rows_of(const Job &job, Size tile, const uint8_t *sums, const
         #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             __m512i sum = _mm512_load_si512(sums + (2 * i + j) * 64);
-            __m512 value = kind == INT8_DYNAMIC ? _mm512_cvtepi32_ps(sum) : _mm512_castsi512_ps(sum);
+            __m512 value = kind == INT8_TILES ? _mm512_cvtepi32_ps(sum) : _mm512_castsi512_ps(sum);
             if (is_dynamic(kind)) value = _mm512_mul_ps(value, token_scale);
             if (kind != PLAIN && kind < INT4) value = _mm512_mul_ps(value, _mm512_set1_ps(scales[2 * i + j]));
             two[j] = value;
@@ -356,52 +364,53 @@ INLINE bool scales_of(const Job &job, Size output, Size row, float least_token, 
     for (Size i = 0; i < PANEL; i++) {
         Size at = row + std::min(i, job.outputs - 1 - output);
         scales[i] = 1;
-        if (kind == INT8_DYNAMIC) scales[i] = static_cast<const float *>(job.scale)[at];
+        if (kind == INT8_TILES) scales[i] = static_cast<const float *>(job.scale)[at];
         if (kind == INT8 || kind == FLOAT8) scales[i] = widen(static_cast<const BFloat16 *>(job.scale)[at]);
         if (kind == FLOAT8) scales[i] *= 256;
         least = scales[i] >= least ? least : scales[i];
     }
-    return kind == INT8_DYNAMIC && !(least * least_token >= 1.17549435e-38f);
+    return kind == INT8_TILES && !(least * least_token >= 1.17549435e-38f);
 }
 
 // ---- a thread's part
 
 // Units in the order in which they are multiplied: all tokens by a block of some units, then by their next block.
 struct Order {
-    Size last, turns, steps, size;  // last: of the thread's outputs; turns: units that take turns; size: of one
+    Size last, turns, steps, block, size;  // last: of the thread's outputs; turns: units that take turns; size: of one
     bool is_gated;
     Size group, first, step;
 
     INLINE Unit take() {
         if (first >= last) return {first, 0, 0, 0};
         const Size panels = is_gated ? PANELS : std::min((last - first + PANEL - 1) / PANEL, PANELS);
-        const Unit unit{first, panels, step, std::min(steps - step, BLOCK)};
+        const Unit unit{first, panels, step, std::min(steps - step, block)};
         Size end = std::min(group + turns * size, last);
         if ((first += size) >= end) {
-            first = group, step += BLOCK;
+            first = group, step += block;
             if (step >= steps) first = group = end, step = 0;
         }
         return unit;
     }
 };
 
+template <Kind kind> INLINE bool is_once(const Job &job) { return kind == INT8_TILES && job.tiles <= 2; }
 template <Kind kind> INLINE bool is_direct(const Job &job, const Unit &unit) {
     const Size last = output_of(job, unit, unit.panels - 1) + PANEL;
     bool is_whole = last <= job.outputs && job.columns % step_columns(kind) == 0;
     return is_whole && job.tokens <= direct_tokens(kind);
 }
 template <Kind kind> INLINE Panel panel_of(const Job &job, const Unit &unit, Size panel, const uint8_t *unpacked) {
-    const uint8_t *rows = unpacked + panel * PANEL_BYTES;
-    if (!is_direct<kind>(job, unit)) return {rows, rows + TILE, 64, 2 * TILE};
-    rows = source<kind>(job, row_of(job, unit, panel), unit.step);
-    return {rows, rows + 16 * job.row_bytes, job.row_bytes, 64};
+    const uint8_t *rows = unpacked + panel * PANEL_BYTES, *own = source<kind>(job, row_of(job, unit, panel), unit.step);
+    if (is_direct<kind>(job, unit)) return {own, own + 16 * job.row_bytes, job.row_bytes, 64};
+    if (kind == INT8_TILES) rows = own;
+    return {rows, rows + TILE, 64, 2 * TILE};
 }
 
 template <Kind kind> INLINE Fetch fetch_of(const Job &job, const Unit &unit) {
     if (!unit.panels) return {};
     const uint8_t *from = source<kind>(job, unit.first, unit.step);
     const Size bytes = source<kind>(job, unit.first, unit.step + unit.steps) - from;
-    const Size rows = std::min(PANEL, job.outputs - output_of(job, unit, unit.panels - 1));
+    const Size rows = kind == INT8_TILES ? 1 : std::min(PANEL, job.outputs - output_of(job, unit, unit.panels - 1));
     const uint8_t *other = unit.panels > 1 ? source<kind>(job, row_of(job, unit, 1), unit.step) : nullptr;
     return {from, job.row_bytes, (bytes + 63) / 64, rows, other};
 }
@@ -416,14 +425,15 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
         least_token = each >= least_token ? least_token : each;  // NaN, too
     }
     const Size size = job.is_gated ? PANEL : PANELS * PANEL;
-    Order order{end, turns, job.steps, size, job.is_gated, begin, begin, 0};
+    Order order{end, turns, job.steps, job.block, size, job.is_gated, begin, begin, 0};
     Unit unit = order.take();
     while (unit.panels) {
         const Unit next = order.take();
         const bool is_last = unit.step + unit.steps == job.steps;
-        if (!is_direct<kind>(job, unit)) unpack_unit<kind>(job, unit, unpacked);
+        if (kind != INT8_TILES && !is_direct<kind>(job, unit)) unpack_unit<kind>(job, unit, unpacked);
         Fetch fetch = fetch_of<kind>(job, next);
-        const Size slots = unit.steps * pairs * unit.panels, share = (PANELS * PANEL * fetch.lines + slots - 1) / slots;
+        const Size slots = unit.steps * pairs * unit.panels;
+        fetch.share = (PANELS * fetch.rows * fetch.lines + slots - 1) / slots;
         uint8_t *own = sums + (unit.first - begin) / size % turns * PANELS * pairs * 4 * TILE;
         float scales[PANELS][PANEL];
         bool is_tiny = false;
@@ -433,10 +443,12 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
         for (Size pair = 0; pair < pairs; pair++)
             for (Size p = 0; p < unit.panels; p++) {
                 const Size tile = job.first_tile + pair * 2;
-                const uint8_t *tokens = job.packed + (unit.step * job.tiles + tile * unit.steps) * TILE;
+                const uint8_t *tokens = packed_at(job, tile, unit.step);
                 const Panel panel = panel_of<kind>(job, unit, p, unpacked);
-                auto add = tile + 1 < job.end_tile ? multiply<kind, 2> : multiply<kind, 1>;
-                add(panel, tokens, unit.steps, sums_at(pair, p), unit.step == 0, fetch, share);
+                const bool is_pair = tile + 1 < job.end_tile;
+                auto add = is_pair ? multiply<kind, 2, false> : multiply<kind, 1, false>;
+                if (is_once<kind>(job)) add = is_pair ? multiply<kind, 2, true> : multiply<kind, 1, true>;
+                add(panel, tokens, job.token_row, unit.steps, sums_at(pair, p), unit.step == 0, fetch);
             }
         // Not between multiplications, which would have to end before it and begin after it.
         for (Size tile = job.first_tile; is_last && tile < job.end_tile; tile++) {
@@ -472,11 +484,13 @@ template <Kind kind> void run(Job job, int threads) {
     const Size own_bytes = PANELS * PANEL_BYTES + turns * PANELS * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
     job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
+    job.token_row = all == 1 ? 4 : 64;
     for (Size first = 0; first < all; first += most) {
         Job part = job;
         part.tokens = std::min(most, all - first), part.tiles = (part.tokens + 15) / 16;
+        part.block = is_once<kind>(part) ? part.steps : BLOCK;
         part.x += first * job.columns, part.y += first * job.outputs, part.extremes += job.extremes ? first : 0;
-        #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && part.tiles > 1)
         for (int t = 0; t < threads; t++)
             for (Size tile = t; tile < part.tiles; tile += threads)
                 pack_tokens<kind>(part, tile);
@@ -489,7 +503,7 @@ template <Kind kind> void run(Job job, int threads) {
             own.first_tile = pairs * group / groups * 2;
             own.end_tile = std::min(pairs * (group + 1) / groups * 2, part.tiles);
             Size begin = panels * place / in_group * PANEL, end = panels * (place + 1) / in_group * PANEL;
-            configure();
+            configure(job.token_row);
             units<kind>(own, begin, std::min(end, job.outputs), scratch + t * own_bytes, turns);
             release();
         }
@@ -502,10 +516,12 @@ extern "C" {
 // Null, or why these kernels can't run here.
 const char *why_not() { return why_no_tiles(); }
 
-// x [tokens, columns] and y [tokens, outputs] in bfloat16, without gaps; weight, scale, zero, group as in small_m.cpp.
+// x [tokens, columns] and y [tokens, outputs] in bfloat16, without gaps; scale, zero, group, and weights but those of
+// INT8_TILES (see Job) as in small_m.cpp. Gated with INT8_TILES, outputs are a multiple of 32.
 // Gated, the weight has 2 * outputs rows.
 void linear(int kind, int is_gated, Size tokens, Size columns, Size outputs, const void *x, const uint8_t *weight,
             const void *scale, const void *zero, Size group, const void *extremes, void *y, int threads) {
+    if (!tokens) return;
     Job job{};
     job.is_gated = is_gated, job.tokens = tokens, job.columns = columns, job.outputs = outputs;
     job.x = static_cast<const BFloat16 *>(x), job.weight = weight, job.scale = scale;
@@ -519,7 +535,7 @@ void linear(int kind, int is_gated, Size tokens, Size columns, Size outputs, con
     if (kind == PLAIN) run<PLAIN>(job, threads);
     else if (kind == INT8) run<INT8>(job, threads);
     else if (kind == FLOAT8) run<FLOAT8>(job, threads);
-    else if (kind == INT8_DYNAMIC) run<INT8_DYNAMIC>(job, threads);
+    else if (kind == INT8_TILES) run<INT8_TILES>(job, threads);
     else if (kind == INT4) run<INT4>(job, threads);
     else run<INT4_DYNAMIC>(job, threads);
 }

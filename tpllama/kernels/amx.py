@@ -1,4 +1,5 @@
-"""Linears of many tokens in our own C++ (amx.cpp), on Intel's AMX and on weights as small_m.cpp has them.
+"""Linears in our own C++ on Intel's AMX (amx.cpp): of many tokens on weights as small_m.cpp has them, and of any number
+on int8 weights that were laid out for it.
 
 A prompt, or a step of several texts, is bound by multiplication: its tokens share each reading of the weights.
 """
@@ -9,15 +10,19 @@ import ctypes
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpllama.kernels import small_m
-from tpllama.kernels.small_m import KINDS, Kind
+from tpllama.kernels.small_m import Kind
 from tpllama.kernels.tiles import with_tiles
 from tpllama.recording import call
 
-# From this many rows of activations on they beat small_m.cpp.
-MANY_ROWS: dict[str, int] = {"plain": 4, "int8": 7, "float8": 6, "int8_dynamic": 4, "int4": 6, "int4_dynamic": 8}
+# As amx.cpp counts.
+_KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_tiles": 3, "int4": 4, "int4_dynamic": 5}
+# From this many rows of activations on they beat small_m.cpp, which has no tiles.
+MANY_ROWS: dict[str, int] = {"plain": 4, "int8": 7, "float8": 6, "int8_tiles": 0, "int4": 6, "int4_dynamic": 8}
+TILE_OUTPUTS, TILE_COLUMNS = 32, 64  # of two tiles, one below the other, in which weights are laid
 
 
 @functools.cache
@@ -45,6 +50,8 @@ def why_not() -> str | None:
 
 def kernel_name(kind: Kind, dtype: torch.dtype = torch.bfloat16) -> str:
     """Whose kernels a weight's linear takes, and from how many rows on, for people."""
+    if kind == "int8_tiles":
+        return "own, AMX"
     few, many = small_m.kernel_name() if small_m.has(kind) else "torch", MANY_ROWS[kind]
     if is_there() and dtype == torch.bfloat16:
         return "own, AMX" if many == 1 else f"{few}; from {many} rows on own, AMX"
@@ -52,8 +59,23 @@ def kernel_name(kind: Kind, dtype: torch.dtype = torch.bfloat16) -> str:
 
 
 def fits(kind: Kind, rows: Tensor) -> bool:
-    """Whether `linear` takes these: many bfloat16 rows."""
-    return rows.is_cpu and rows.dtype == torch.bfloat16 and rows.shape[0] >= MANY_ROWS[kind] and is_there()
+    """Whether `linear` takes these: many bfloat16 rows of a kind that it knows."""
+    is_many = kind in MANY_ROWS and rows.shape[0] >= MANY_ROWS[kind]
+    return is_many and rows.is_cpu and rows.dtype == torch.bfloat16 and is_there()
+
+
+def tiles_of(weight: Tensor) -> Tensor:
+    """int8 [outputs, columns] as the tiles that are multiplied: [outputs / 32, columns / 64, 2, 16, 64], with zeros
+    beyond the last."""
+    outputs, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % TILE_COLUMNS, 0, -outputs % TILE_OUTPUTS))
+    blocks = padded.view(-1, 2, TILE_OUTPUTS // 2, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
+    return blocks.permute(0, 3, 1, 2, 4).contiguous()
+
+
+def tiles_bytes(outputs: int, columns: int) -> int:
+    """What `tiles_of` such a weight holds."""
+    return -(-outputs // TILE_OUTPUTS) * TILE_OUTPUTS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def linear(
@@ -83,7 +105,7 @@ def _linear(
     agreed = None if agreed is None else agreed.contiguous()
     y = rows.new_empty(rows.shape[0], outputs)
     call(
-        compiled.linear, KINDS[kind], is_gated, *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
+        compiled.linear, _KINDS[kind], is_gated, *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
         None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
         None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels import own, small_m
+from tpllama.kernels import amx, own, small_m
 from tpllama.kernels.linear import (
     AgreeMax,
     Form,
@@ -115,6 +115,44 @@ class Int8DynamicLinear(nn.Module):
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
         return rows * columns + rows * 4
+
+
+class Int8TilesLinear(nn.Module):
+    """The same on Intel's AMX, for bfloat16: weights lie as the tiles that it multiplies, for any number of tokens."""
+
+    tiles: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, tiles: Tensor, scale: Tensor, bias: Tensor | None, agree_max: AgreeMax | None) -> None:
+        super().__init__()
+        self.out_features = len(scale)
+        self.is_padded = self.out_features < len(tiles) * amx.TILE_OUTPUTS
+        self.register_buffer("tiles", tiles)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.agree_max = agree_max
+
+    @staticmethod
+    def fits(dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16 and amx.is_there()
+
+    @classmethod
+    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> Int8TilesLinear:
+        return cls(amx.tiles_of(weight.qdata), weight.scale.flatten().float(), bias, agree_max)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = own.linear(as_rows(x), self.own_weight(), self.agree_max)
+        assert y is not None
+        return like_rows(y if self.bias is None else y + self.bias, x)
+
+    def own_weight(self) -> own.Weight:
+        """For our own kernels."""
+        return own.Weight("int8_tiles", self.tiles, self.out_features, self.scale)
+
+    @staticmethod
+    def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
+        return amx.tiles_bytes(rows, columns) + rows * 4
 
 
 class Int4Linear(nn.Module):

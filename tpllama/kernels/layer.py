@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpllama.kernels import fused, own
-from tpllama.kernels.cpu import Int8DynamicLinear, RowScaledLinear
+from tpllama.kernels.cpu import Int8DynamicLinear, Int8TilesLinear, RowScaledLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import PlainLinear
 from tpllama.recording import Unrecordable, recording
 
-_JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, OwnInt4Linear)
+_JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, Int8TilesLinear, OwnInt4Linear)
 # Tokens of a step that is recorded: of more, Python's part is small, and what is held is large.
 _MOST_RECORDED = 8
 _CosSin = tuple[Tensor, Tensor]
@@ -172,6 +172,8 @@ def join(linears: Sequence[Any], place: Place) -> nn.Module | None:
     kinds = {(type(each), *_settings(each)) for each in linears}
     has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in linears)
     if len(kinds) > 1 or has_hooks or type(first) not in _JOINABLE or getattr(first, "agree_max", None):
+        return None
+    if any(getattr(each, "is_padded", False) for each in linears):
         return None
     lengths_per_output = {tuple(len(x) / outputs_of(each) for x in _tensors(each).values()) for each in linears}
     if len(lengths_per_output) > 1:

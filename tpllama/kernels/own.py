@@ -37,6 +37,7 @@ def linear(rows: Tensor, weight: Weight, agree_max: Callable[[Tensor], Tensor] |
 
 def gated(rows: Tensor, weight: Weight) -> Tensor | None:
     """silu(gate) * up, of a weight with the rows of gate and then as many of up; None where there is no kernel."""
-    if not amx.fits(weight.kind, rows):
+    is_cut = weight.kind == "int8_tiles" and weight.outputs % (2 * amx.TILE_OUTPUTS)  # up begins within a tile
+    if is_cut or not amx.fits(weight.kind, rows):
         return None
     return amx.gated(weight.kind, rows, weight.data, weight.outputs // 2, *weight[3:])

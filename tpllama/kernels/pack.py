@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tpllama.kernels import amx, cuda
-from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear
+from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, Int8TilesLinear, RowScaledLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import AgreeMax, DequantizingLinear, Form, PlainLinear
 from tpllama.kernels.small_m import Kind
 
-CpuLinear = RowScaledLinear | Int8DynamicLinear | Int4Linear | OwnInt4Linear
+CpuLinear = RowScaledLinear | Int8DynamicLinear | Int8TilesLinear | Int4Linear | OwnInt4Linear
 PackedLinear = PlainLinear | DequantizingLinear | CpuLinear | cuda.CudaLinear
 
 
@@ -32,7 +32,7 @@ def choose(
         if form.kind in ("int8", "float8") and not form.dynamic:
             return RowScaledLinear
         if form.kind == "int8":
-            return Int8DynamicLinear
+            return Int8TilesLinear if Int8TilesLinear.fits(dtype) else Int8DynamicLinear
         if form.kind == "int4" and OwnInt4Linear.fits(form.group_size, columns, dtype):
             return OwnInt4Linear
         if form.kind == "int4" and Int4Linear.fits(rows, columns, form.group_size):
@@ -56,6 +56,8 @@ def kernel_name(form: Form, rows: int, columns: int, device: str, dtype: torch.d
     chosen = choose(form, rows, columns, device, dtype)
     if chosen is DequantizingLinear:
         return "torch, dequantized on each call"
+    if chosen is Int8TilesLinear:
+        return amx.kernel_name("int8_tiles")
     is_dynamic_int8 = chosen is Int8DynamicLinear  # in any dtype
     if device != "cpu" or chosen is Int4Linear or not (dtype == torch.bfloat16 or is_dynamic_int8):
         return "torch"

@@ -17,10 +17,13 @@ from torch import Tensor
 from tpllama.native import library
 from tpllama.recording import call
 
-Kind = Literal["plain", "int8", "float8", "int8_dynamic", "int4", "int4_dynamic"]
+# int8_tiles: int8_dynamic as amx.py lays it.
+Kind = Literal["plain", "int8", "float8", "int8_dynamic", "int8_tiles", "int4", "int4_dynamic"]
 
 # Up to this many rows of activations they beat the library (bench/linears.py).
-FEW_ROWS: dict[str, int] = {"plain": 32, "int8": 32, "float8": 32, "int8_dynamic": 64, "int4": 32, "int4_dynamic": 32}
+FEW_ROWS: dict[str, int] = {
+    "plain": 32, "int8": 32, "float8": 32, "int8_dynamic": 64, "int8_tiles": 0, "int4": 32, "int4_dynamic": 32
+}  # fmt: skip
 _PANEL_BYTES = 1 << 20  # of a weight widened to bfloat16: what stays in a core's cache until it is multiplied
 KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_dynamic": 3, "int4": 4, "int4_dynamic": 5}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
