@@ -37,3 +37,21 @@ def test_fields_are_named_by_the_way_to_them_in_the_body() -> None:
     assert len(error.message) < 200
     assert validation_error([{"type": "missing", "loc": ("body", "c"), "msg": "", "input": body}], body).param == "c"
     assert validation_error([{"type": "x", "loc": ("body",), "msg": "no JSON", "input": 1}], None).param is None
+
+
+def test_a_body_that_is_no_json_object_is_said_in_words() -> None:
+    told = {"type": "json_invalid", "loc": ("body", 1), "msg": "JSON decode error", "input": {}}
+    error = validation_error([told | {"ctx": {"error": "Expecting value"}}], "{bad")
+    assert error.message == "found a body that is no JSON (Expecting value, at character 1), expected a JSON object"
+    assert (error.status, error.type, error.param) == (400, "invalid_request_error", None)
+    told = {"type": "model_attributes_type", "loc": ("body",), "msg": "Input should be", "input": [1]}
+    assert validation_error([told], [1]).message == "found a body that is no JSON object, expected a JSON object"
+    other = validation_error([told | {"input": b"{}"}], b"{}")
+    assert other.message.startswith("found a body that is not of Content-Type application/json, expected ")
+
+
+def test_a_value_of_another_kind_is_said_in_the_words_of_json() -> None:
+    told = {"type": "list_type", "loc": ("body", "a"), "msg": "Input should be a valid list", "input": "x"}
+    assert validation_error([told], {"a": "x"}).message == "found a 'x', expected an array"
+    told = {"type": "greater_than", "loc": ("body", "a"), "msg": "Input should be greater than 0", "input": 0}
+    assert validation_error([told], {"a": 0}).message == "found a '0', expected greater than 0"

@@ -210,7 +210,15 @@ def test_the_operators_file(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("hots: x", "unknown key hots"),
-        ("models: [{model_id: a, provider: b}]", r"unknown key models\.0\.provider"),
+        (
+            "models: [{model_id: a, provider: b}]",
+            r"unknown key models\.0\.provider in .*, expected one of model_id, provider_model_id, provider_id, metadata",
+        ),
+        ("models: [{model_id: a, torchao_config: int8wo}]", r"models\.0\.torchao_config .*, put it under metadata"),
+        ("models: [smollm2]", r"^found a text at models\.0 in .*, expected keys and values"),
+        ("models: {model_id: smollm2}", "^found keys and values at models in .*, expected a list"),
+        ("models: [{metadata: {}}]", r"^found no models\.0\.model_id in "),
+        ("on_demand: perhaps", "^found on_demand 'perhaps' in .*, expected a valid boolean"),
         ("port: 99999", "port"),
         ("engine: {recipe: int8wo}", "recipe"),
         ("api_key: ${env.NOT_THERE}", "NOT_THERE"),

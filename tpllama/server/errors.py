@@ -10,6 +10,14 @@ from pydantic import ValidationError
 from tpllama.config import UserError
 
 _MOST_VALUE_CHARACTERS = 60
+# What pydantic's errors expect, for whoever writes JSON.
+_SHAPES = {
+    "dict_type": "an object",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "list_type": "an array",
+    "string_type": "a text",
+}
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -77,12 +85,29 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any = None) -> A
         message = f"found {name}, which is not supported, expected only fields that are, drop it"
     elif error["type"] == "missing":
         message = f"found no {name}, expected it in the request"
+    elif error["type"] == "json_invalid":
+        message = f"found a body that is no JSON ({_json_reason(error)}), expected a JSON object"
+    elif error["type"] == "model_attributes_type" and not path:
+        # FastAPI hands on the bytes of what isn't said to be JSON.
+        is_other = isinstance(error.get("input"), bytes)
+        found = "a body that is not of Content-Type application/json" if is_other else "a body that is no JSON object"
+        message = f"found {found}, expected a JSON object"
     else:
         value = "" if isinstance(error.get("input"), dict | list) else f" {str(error.get('input'))!a}"
         if len(value) > _MOST_VALUE_CHARACTERS:
             value = f"{value[:_MOST_VALUE_CHARACTERS]}..."
-        message = f"found {name}{value}, expected another value: {error['msg']}"
+        reason = error["msg"]
+        expected = reason.removeprefix("Input should be ")
+        expected = _SHAPES.get(error["type"], expected if expected != reason else f"another value: {reason}")
+        message = f"found {name}{value}, expected {expected}"
     return ApiError(400, message, param=path or None)
+
+
+def _json_reason(error: Mapping[str, Any]) -> str:
+    """What Python's parser says, and at which character."""
+    reason = error.get("ctx", {}).get("error", error["msg"])
+    at = error["loc"][-1]
+    return f"{reason}, at character {at}" if isinstance(at, int) else str(reason)
 
 
 def _path(location: Iterable[Any], body: Any, is_missing: bool) -> str:

@@ -20,6 +20,11 @@ _KNOWN_KEYS = ("llama_model", *_SKIPS, *ENGINE_KEYS)
 _MOST_CHARACTERS = 512
 
 
+def is_note(name: str) -> bool:
+    """Whether the last part of a key's name is one that has a meaning in a model's metadata."""
+    return name.rpartition(".")[2] in _KNOWN_KEYS
+
+
 class Registration(BaseModel):
     """The body of POST /v1/models.
 

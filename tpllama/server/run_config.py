@@ -7,19 +7,29 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tpllama.config import EngineConfig, UserError
-from tpllama.server.registration import Registration
+from tpllama.server.registration import Registration, is_note
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8321
 _HOME = "~/.tpllama"
 # ${env.NAME}, ${env.NAME:=default}, and llama-stack's older ${env.NAME:default}.
 _FROM_ENVIRONMENT = re.compile(r"\$\{env\.(?P<name>\w+)(?::=?(?P<default>[^}]*))?\}")
 _SAYS_WHICH_MODEL = ("model", "llama_model")
+# What pydantic's errors expect, for whoever writes YAML.
+_SHAPES = {
+    "model_type": "keys and values",
+    "dict_type": "keys and values",
+    "list_type": "a list",
+    "string_type": "a text",
+}
 
 
 class RunConfig(BaseModel):
@@ -90,13 +100,30 @@ def checked(content: Mapping[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            known = ", ".join(RunConfig.model_fields)
-            raise UserError(f"found unknown key {name} in {source}, expected one of {known}, correct it") from None
-        reason = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"found {name} in {source} that can't be ({reason}), expected another value") from None
+        raise _user_error(error.errors(include_url=False)[0], source) from None
+
+
+def _user_error(error: ErrorDetails, source: str) -> UserError:
+    """What is wrong with one setting, in the words of a YAML file."""
+    name, value = ".".join(str(part) for part in error["loc"]), error["input"]
+    if error["type"] == "extra_forbidden":
+        known = RunConfig.model_fields if len(error["loc"]) == 1 else Registration.model_fields
+        hint = "put it under metadata" if known is not RunConfig.model_fields and is_note(name) else "correct it"
+        return UserError(f"found unknown key {name} in {source}, expected one of {', '.join(known)}, {hint}")
+    if error["type"] == "missing":
+        return UserError(f"found no {name} in {source}, expected it, add it")
+    if expected := _SHAPES.get(error["type"]):
+        return UserError(f"found {_kind(value)} at {name} in {source}, expected {expected}, correct it")
+    reason = error["msg"].removeprefix("Value error, ")
+    if reason != (expected := reason.removeprefix("Input should be ")):
+        return UserError(f"found {name} {str(value)[:40]!r} in {source}, expected {expected}, correct it")
+    return UserError(f"found {name} in {source} that can't be ({reason}), expected another value")
+
+
+def _kind(value: object) -> str:
+    kinds: tuple[tuple[type, str], ...] = ((str, "a text"), (dict, "keys and values"), (list, "a list"))
+    kinds += ((bool, "true or false"), (type(None), "nothing"), (int, "a number"), (float, "a number"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "another value")
 
 
 def _resolved(value: Any, environ: Mapping[str, str], path: Path) -> Any:
