@@ -355,6 +355,13 @@ def test_what_can_not_work_is_one_line_and_exit_code_2(
     assert (tmp_path / "full" / "file").read_text() == "mine"
 
 
+def test_a_place_that_is_taken_is_known_before_the_model_is_looked_at(tpllama: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    result = tpllama("quantize", "no/such/model/here", tmp_path, "--torchao-config", "int8wo")
+    assert_fails(result, 2, "there already")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def assert_fails(result: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
     """After the line that says what will be quantized, one error and nothing else."""
     assert result.returncode == code, result.stderr

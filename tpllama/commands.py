@@ -96,6 +96,7 @@ def plan(arguments: argparse.Namespace) -> None:
 def quantize(arguments: argparse.Namespace) -> None:
     """Writes a quantized checkpoint. One process does it, whatever the degree: the result is the same at any."""
     from tpllama.checkpoint.open import open_for
+    from tpllama.checkpoint.save import checked
     from tpllama.export import export
     from tpllama.start import draw_blueprint
 
@@ -104,6 +105,8 @@ def quantize(arguments: argparse.Namespace) -> None:
     if place is not None and place.rank > 0:
         return
     engine = EngineConfig(**engine_options(arguments))
+    out = Path(arguments.out)
+    checked(out)
     checkpoint = open_for(engine)
     for line in checkpoint.notes:
         note(line)
@@ -111,7 +114,6 @@ def quantize(arguments: argparse.Namespace) -> None:
     _say_quantized(blueprint)
     # As an interrupt does, so that the unfinished folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    out = Path(arguments.out)
     export(blueprint, checkpoint, out, progress_bar("quantizing"))
     note(f"wrote {out}, {human_bytes(sum(file.stat().st_size for file in out.iterdir()))}")
 

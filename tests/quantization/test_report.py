@@ -10,7 +10,7 @@ import pytest
 
 from tpllama.config import UserError
 from tpllama.quantization.recipes import RecipeMap
-from tpllama.quantization.report import Decision, decide, summarize
+from tpllama.quantization.report import Decision, decide, decide_stored, summarize
 
 # SmolLM2's sizes, an input of 96 that takes groups of 32 only, one of 100 that takes none.
 SHAPES = {
@@ -159,3 +159,10 @@ def test_the_summary_groups_layers_of_one_reason() -> None:
     lines = summarize(decide(shapes, RecipeMap.parse("int4wo-64"), strict=False))
     assert lines[1].endswith("(12 layers, first model.layers.0.q_proj)")
     assert len(lines) == 2
+
+
+def test_the_summary_says_read_of_what_was_quantized_before() -> None:
+    recipe = decided("int8wo")[Q].recipe
+    assert recipe is not None
+    _, decisions = decide_stored(SHAPES, {Q: recipe, DOWN: recipe}, RecipeMap.parse("none"), strict=False)
+    assert summarize(decisions) == ["read 2 linear layers as int8wo; kept 3"]

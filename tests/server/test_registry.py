@@ -212,7 +212,7 @@ def test_the_operators_file(tmp_path: Path) -> None:
         ("hots: x", "unknown key hots"),
         (
             "models: [{model_id: a, provider: b}]",
-            r"unknown key models\.0\.provider in .*, expected one of model_id, provider_model_id, provider_id, metadata",
+            r"unknown key models\.0\.provider in .*, expected one of model_id, provider_model_id, provider_id, meta",
         ),
         ("models: [{model_id: a, torchao_config: int8wo}]", r"models\.0\.torchao_config .*, put it under metadata"),
         ("models: [smollm2]", r"^found a text at models\.0 in .*, expected keys and values"),

@@ -432,6 +432,7 @@ async def test_errors_have_the_form_of_their_clients() -> None:
         assert (await s.client.get("/v1/completions")).status_code == 405
         response = await s.client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
         assert response.status_code == 400
+        assert error(response)["message"].startswith("found a body that is no JSON (")
         response = await s.complete("a", unheard_of=1)
         assert response.status_code == 400
         assert error(response)["param"] == "unheard_of"

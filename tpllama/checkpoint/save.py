@@ -110,7 +110,7 @@ def new_directory(out: Path, num_bytes: int) -> Iterator[Path]:
     A killed process leaves the folder `.OUT.*.incomplete`, which has no config until the last and is no checkpoint.
     Raises UserError where `out` can't be made, before anything is written, and where another process was quicker.
     """
-    target = _checked(out, num_bytes)
+    target = checked(out, num_bytes)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".incomplete", dir=target.parent))
@@ -134,7 +134,7 @@ def new_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         raise
 
 
-def _checked(out: Path, num_bytes: int) -> Path:
+def checked(out: Path, num_bytes: int = 0) -> Path:
     """`out` without links. Raises UserError where no new directory of `num_bytes` can be made there."""
     try:
         target = out.resolve()

@@ -10,6 +10,7 @@ from tpllama.config import UserError
 from tpllama.quantization.recipes import HEAD, Family, Recipe, RecipeMap
 
 _NO_RECIPE = "recipe none"
+_AS_STORED = "as stored"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def decide_stored(
                 f"leave --torchao-config out or give the original model"
             )
     decisions = {
-        name: Decision(stored[name], "as stored") if name in stored else Decision(None, "stored unquantized")
+        name: Decision(stored[name], _AS_STORED) if name in stored else Decision(None, "stored unquantized")
         for name in shapes
     }
     rules = tuple((name, stored.get(name)) for name in shapes)
@@ -111,13 +112,15 @@ def _fit_group(recipe: Recipe, in_features: int) -> Decision:
 
 
 def summarize(decisions: Mapping[str, Decision]) -> list[str]:
-    """Lines for people: how many layers are quantized, and every deviation from what was asked, grouped."""
+    """Lines for people: how many layers are quantized or were so already, and deviations from what was asked."""
     quantized = Counter(decision.recipe.name for decision in decisions.values() if decision.recipe)
     if not quantized:
         return []
     kept = sum(decision.recipe is None for decision in decisions.values())
-    counts = ", ".join(f"{count} linear layers to {name}" for name, count in quantized.items())
-    lines = [f"quantized {counts}; kept {kept}"]
+    is_stored = any(decision.reason == _AS_STORED for decision in decisions.values())
+    verb, link = ("read", "as") if is_stored else ("quantized", "to")
+    counts = ", ".join(f"{count} linear layers {link} {name}" for name, count in quantized.items())
+    lines = [f"{verb} {counts}; kept {kept}"]
     deviations: dict[str, list[str]] = {}
     for name, decision in decisions.items():
         if decision.regrouped or decision.refused:
