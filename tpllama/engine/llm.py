@@ -11,6 +11,7 @@ from tpllama.config import UserError
 from tpllama.engine.request import Output, SamplingParams
 from tpllama.parallel.launch import Death
 from tpllama.prepare import Preparation, PromptLike
+from tpllama.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,8 @@ class LLM:
         self, model: str = "smollm2", tp: int | None = None, torchao_config: str = "none", *,
         debug: bool = False, on_rank_death: Callable[[Death], None] | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        if not debug:
+            quiet_imports()
         self._preparation = Preparation(model, tp, torchao_config, debug=debug, on_rank_death=on_rank_death, **options)
         for line in self._preparation.notes if self._preparation.place.rank == 0 else ():
             logging.getLogger("tpllama").warning(line)
