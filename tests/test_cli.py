@@ -92,6 +92,15 @@ def test_standard_input_is_a_prompt(tpllama: Run) -> None:
     result = tpllama("generate", "--raw", "--max-new-tokens", "3", stdin="The capital of France is")
     assert result.returncode == 0
     assert "Paris" in result.stdout
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_an_answer_longer_than_the_context_is_asked_for_with_a_note(tpllama: Run) -> None:
+    result = tpllama("generate", "hi", "--max-new-tokens", "61", "--max-seq-len", "60", "--regex", "a")
+    assert (result.returncode, result.stdout) == (0, "a\n")
+    note, _ = result.stderr.splitlines()
+    assert note.startswith("tpllama: --max-new-tokens 61 is more than there are places")
+    assert "have 60 tokens" in note
 
 
 def test_chat_remembers_until_reset(tpllama: Run) -> None:
@@ -168,6 +177,7 @@ def test_dummy_weights_need_config_alone(tpllama: Run, checkpoint: Path) -> None
         (["--max-seq-len", "20"], ("20", "tokens")),
         (["--max-seq-len", "100000"], ("100000", "8192")),
         (["--temperature", "-1"], ("temperature",)),
+        (["--logprobs", "2"], ("--logprobs", "--json")),
         (["--json-model-override-args", "{"], ("JSON",)),
         (["--json-model-override-args", '{"sliding_window": 7}'], ("sliding_window",)),
         (["--device", "cuda"], ("CUDA",)),
@@ -220,6 +230,18 @@ def test_tensors_that_do_not_fit_are_named(tpllama: Run, checkpoint: Path, chang
         tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, weights)
     assert_refused(tpllama, "--model", checkpoint, words=(name,))
+
+
+def test_a_script_hears_nothing_of_libraries_and_all_that_is_its_own(checkpoint: Path) -> None:
+    script = f"""
+import logging
+from tpllama import LLM
+with LLM({str(checkpoint)!r}, torchao_config="int8wo") as llm:
+    llm.logits([[1, 2, 3]])
+logging.getLogger("torchao").warning("mine")
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "mine\n")
 
 
 @pytest.mark.parametrize("tp", ["1", "2"])

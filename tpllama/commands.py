@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 def generate(arguments: argparse.Namespace) -> None:
     """Completes prompts: text to standard output as it comes, a summary line to standard error."""
     params = _sampling(arguments, n=arguments.n, logprobs=arguments.logprobs)
+    if params.logprobs is not None and not arguments.json:
+        raise UserError("found --logprobs without --json, expected both, for a text has no place for them, add --json")
     with _prepare(arguments) as preparation:
         if preparation.place.rank > 0:
             preparation.load()  # a follower under torchrun: runs, and exits there
@@ -34,7 +36,7 @@ def generate(arguments: argparse.Namespace) -> None:
         use_template = preparation.tokenizer.has_chat_template and not arguments.raw
         prompts = [_prompt(preparation, text, use_template) for text in texts]
         preparation.check(params)
-        _say_what_is_loaded(preparation)
+        _say_what_is_loaded(preparation, params)
         llm = LLM.prepared(preparation)
         printer = InOrder(len(prompts), params.n, as_json=arguments.json)
         summary = Summary(sum(len(prompt.token_ids) for prompt in prompts))
@@ -50,7 +52,7 @@ def chat(arguments: argparse.Namespace) -> None:
     with _prepare(arguments) as preparation:
         if preparation.place.rank == 0 and not preparation.tokenizer.has_chat_template:
             raise UserError("found no chat template in the model's tokenizer, expected one, use tpllama generate")
-        _say_what_is_loaded(preparation)
+        _say_what_is_loaded(preparation, params)
         llm = LLM.prepared(preparation)
         messages: list[dict[str, Any]] = []
         while (line := _read_line()) not in (None, "/exit"):
@@ -173,11 +175,15 @@ def _prompt(preparation: Preparation, text: str, use_template: bool) -> Prompt:
     return preparation.chat_prompt([{"role": "user", "content": text}]) if use_template else preparation.prompt(text)
 
 
-def _say_what_is_loaded(preparation: Preparation) -> None:
+def _say_what_is_loaded(preparation: Preparation, params: SamplingParams) -> None:
     """Before the weights, for nothing is silent. Under torchrun on the first rank alone."""
     if preparation.place.rank == 0:
         for line in preparation.notes:
             note(line)
+        places = preparation.blueprint.longest_request
+        if params.max_new_tokens > places:
+            asked = f"--max-new-tokens {params.max_new_tokens}"
+            note(f"{asked} is more than there are places: a text ends where it and its prompt have {places} tokens")
         _say_quantized(preparation.blueprint)
         preparation.progress = progress_bar("loading")
 
