@@ -153,6 +153,12 @@ def test_plan_for_people_groups_equal_layers(tpllama: Run) -> None:
     assert ["model.layers.*.self_attn.q_proj", "30", "column", "576x576", "384x576", "192x576", "int8wo"] in rows
 
 
+def test_plan_for_people_counts_ranks_of_equal_shapes(tpllama: Run) -> None:
+    lines = tpllama("plan", "--tp", "9").stdout.splitlines()
+    assert any("  1536x576   176x576 (6), 160x576 (3)  " in line and "up_proj" in line for line in lines), lines
+    assert any("  576x576    64x576  " in line and "q_proj" in line for line in lines), lines
+
+
 def test_dummy_weights_need_config_alone(tpllama: Run, checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     result = tpllama("plan", "--model", checkpoint, "--load-format", "dummy", "--json")

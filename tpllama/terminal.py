@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ def plan_table(report: dict[str, Any]) -> str:
     groups: dict[tuple[str, ...], int] = {}
     for layer in report["layers"]:
         name = ".".join("*" if part.isdigit() else part for part in layer["name"].split("."))
-        local = " ".join(_shape(shape) for shape in _distinct(layer["local_shapes"]))
+        local = _per_rank(list(map(_shape, layer["local_shapes"])))
         becomes = layer["recipe"] if layer["action"] == "quantized" else "kept"
         why = "" if layer["reason"] == "as asked" else layer["reason"]
         key = (name, layer["plan"], _shape(layer["global_shape"]), local, becomes, why)
@@ -159,9 +160,14 @@ def _kernels(report: dict[str, Any]) -> list[str]:
     return [f"kernels of {', '.join(dict.fromkeys(recipes))}: {kernel}" for kernel, recipes in becoming.items()]
 
 
-def _distinct(shapes: list[list[int]]) -> list[list[int]]:
-    """One shape where all ranks have the same, all of them otherwise."""
-    return shapes[:1] if all(shape == shapes[0] for shape in shapes) else shapes
+def _per_rank(shapes: list[str]) -> str:
+    """One shape where all ranks have the same, otherwise each, with how many ranks have it where some are alike."""
+    counts = Counter(shapes)
+    if len(counts) == 1:
+        return shapes[0]
+    if len(counts) == len(shapes):
+        return " ".join(shapes)
+    return ", ".join(f"{shape} ({count})" for shape, count in counts.items())
 
 
 def _shape(shape: list[int]) -> str:
