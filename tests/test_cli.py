@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from conftest import ROOT, Run
 from safetensors.torch import load_file, save_file
 
-from tpllama import LLM, SamplingParams
+from tpllama import LLM, SamplingParams, __version__
+from tpllama.quantization.recipes import RECIPES
 
 MakeCheckpoint = Callable[..., Path]
 FRANCE = "What is the capital of France?"
@@ -292,6 +294,25 @@ def test_help_lists_the_commands(tpllama: Run) -> None:
     assert result.returncode == 0
     for command in ("generate", "chat", "plan"):
         assert command in result.stdout
+
+
+def test_help_says_what_holds_where_nothing_is_given(tpllama: Run) -> None:
+    text = " ".join(tpllama("generate", "--help").stdout.split())
+    assert f"{', '.join(RECIPES)} (default none)" in text
+    for default in ("(256)", "(32)", "(512)", "(bfloat16)", "(1)", "(0)", "(1: off)", "auto (default)"):
+        assert default in text
+
+
+def test_the_version_is_the_packages(tpllama: Run) -> None:
+    result = tpllama("--version")
+    assert (result.returncode, result.stdout) == (0, f"tpllama {version('tpllama')}\n")
+    assert __version__ == version("tpllama")
+
+
+def test_a_command_that_is_missing_is_said_in_words(tpllama: Run) -> None:
+    result = tpllama()
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "tpllama: error: found no COMMAND, expected it, see tpllama --help\n"
 
 
 def test_debug_shows_the_traceback(tpllama: Run) -> None:

@@ -13,8 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tpllama import __version__
 from tpllama.config import DTYPES, KV_CACHE_DTYPES, UserError
+from tpllama.quantization.recipes import RECIPES
 from tpllama.quiet import quiet_libraries
+
+_RECIPES = f"a quantization recipe: {', '.join(RECIPES)} (default none), or @file.json: module names to recipe"
+_COMPILE = "on: torch.compile each layer; auto (default): only record a GPU's steps as graphs; off: neither"
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,6 +29,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        lacking = message.removeprefix("the following arguments are required: ")
+        if lacking != message:
+            raise UserError(f"found no {lacking}, expected it, see {self.prog} --help")
         raise UserError(f"found {message}, expected the options of {self.prog}, see {self.prog} --help")
 
 
@@ -109,6 +117,7 @@ def _complain(program: str, error: Exception, code: int, is_debug: bool) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tpllama", description="A Llama, sharded with DTensor, quantized with torchao.")
+    parser.add_argument("--version", action="version", version=f"tpllama {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     generate = commands.add_parser("generate", help="complete prompts, or answer them where the model has a template")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="without any, standard input is the prompt")
@@ -141,14 +150,14 @@ def build_parser() -> argparse.ArgumentParser:
 def add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--llama-model", metavar="BASE", help="the model that M was fine-tuned from, for what M lacks of it")
-    add("--tp", type=int, metavar="N", help="tensor-parallel degree; N ranks are started (not under torchrun)")
-    add("--torchao-config", default="none", metavar="R", help="a quantization recipe, or @file.json: pattern to recipe")
+    add("--tp", type=int, metavar="N", help="ranks that share the model (1); under torchrun its world")
+    add("--torchao-config", default="none", metavar="R", help=_RECIPES)
     add("--quantize-lm-head", action="store_true", help="quantize the output head too")
-    add("--dtype", default="bfloat16", choices=DTYPES)
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--max-seq-len", type=int, metavar="N", help="longest prompt and answer together, in tokens")
-    add("--seed", type=int, default=0, metavar="N")
-    add("--compile", default="auto", choices=("auto", "on", "off"))
+    add("--dtype", default="bfloat16", choices=DTYPES, help="of activations and plain weights (bfloat16)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU where there is one (default)")
+    add("--max-seq-len", type=int, metavar="N", help="tokens of prompt and answer together (the model's most)")
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn, and of dummy weights (0)")
+    add("--compile", default="auto", choices=("auto", "on", "off"), help=_COMPILE)
     add("--json-model-override-args", type=_json_object, metavar="JSON", help="merged into the model's config")
     add("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights from config.json alone")
     add("--batch-invariant", action="store_true", help="a text does not depend on its company, bit for bit")
@@ -166,8 +175,8 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="auto: the model's")
     add("--block-size", type=int, metavar="N", help="tokens in a block of the cache (16; 256 on GPUs)")
     add("--swap-memory", type=_size, metavar="SIZE", help="of each rank's host, for preempted requests (4GiB on GPUs)")
-    add("--max-batch-size", type=int, default=32, metavar="N", help="texts in one step")
-    add("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens in one step")
+    add("--max-batch-size", type=int, default=32, metavar="N", help="texts in one step (32)")
+    add("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens in one step (512)")
     add("--no-prefix-caching", dest="prefix_caching", action="store_false", help="compute each prompt as a whole")
     add("--no-chunked-prefill", dest="chunked_prefill", action="store_false", help="compute each prompt in one step")
 
@@ -184,12 +193,12 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="the text ends after so many (256)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--top-k", type=int, default=0, metavar="K", help="0: off")
-    add("--min-p", type=float, default=0.0, metavar="P")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R")
+    add("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest tokens that have P together (1: off)")
+    add("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens (0: off)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="of tokens with P times the likeliest's (0: off)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="for tokens in prompt or text (1: off)")
     add("--presence-penalty", type=float, default=0.0, metavar="P", help="off the logit of tokens that the text has")
     add("--frequency-penalty", type=float, default=0.0, metavar="P", help="the same, for each time")
     add("--min-tokens", type=int, default=0, metavar="N", help="the text doesn't end before")
@@ -197,7 +206,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--regex", metavar="R", help="the text matches a regular expression")
     add("--grammar", type=_text_or_file, metavar="G", help="the text is of this Lark grammar (@FILE reads it)")
     add("--stop", action="append", default=[], metavar="S", help="a text that ends the output (repeatable)")
-    add("--ignore-eos", action="store_true")
+    add("--ignore-eos", action="store_true", help="go on after a token that ends texts")
 
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
