@@ -19,6 +19,14 @@ replicas=${REPLICAS:-2} tp=${TP:-1} host=${HOST:-127.0.0.1} port=${PORT:-8321} a
     refuse "REPLICAS=$replicas TP=$tp PORT=$port, expected numbers from 1 on, correct them"
 [[ ! " $* " =~ \ (--(tp|host|port|state-file))[=\ ] ]] ||
     refuse "${BASH_REMATCH[1]}, expected TP, HOST and PORT in the environment (state files are made here), drop it"
+config=''
+for ((at = 0; at < $#; at++)); do
+    case ${arguments[at]} in
+        --config) config=${arguments[at + 1]-} ;;
+        --config=*) config=${arguments[at]#*=} ;;
+    esac
+done
+[[ -z $config || -r $config ]] || refuse "no file $config that can be read, expected a YAML file, check --config"
 gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || :)}
 IFS=, read -ra gpus <<<"${gpus/#-1*/}"
 ((${#gpus[@]} == 0 || ${#gpus[@]} >= replicas * tp)) ||

@@ -253,6 +253,7 @@ def test_each_replica_has_its_own_share(tmp_path: Path) -> None:
     checkout, told = prepared(tmp_path, TOLD), tmp_path / "told"
     port = free_ports(3)
     env = {"REPLICAS": "2", "TP": "2", "PORT": str(port), "TOLD": str(told), "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    (checkout.bin / "my run.yaml").touch()
     done = checkout.run("replicas.sh", "--config", "my run.yaml", **env)
     assert done.returncode == 2, done.stderr
     lines = sorted(told.read_text().splitlines())
@@ -277,6 +278,8 @@ def test_each_replica_has_its_own_share(tmp_path: Path) -> None:
     [
         (("--port", "1"), {}, "error: found --port, expected"),
         (("--tp=2",), {}, "error: found --tp, expected"),
+        (("--config", "no where.yaml"), {}, "error: found no file no where.yaml that can be read, expected"),
+        (("--config=no where.yaml",), {}, "error: found no file no where.yaml that can be read, expected"),
         ((), {"REPLICAS": "0"}, "error: found REPLICAS=0 TP=1"),
         ((), {"CUDA_VISIBLE_DEVICES": "0"}, "error: found 1 GPUs, expected 2 x 1"),
     ],
