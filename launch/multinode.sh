@@ -10,6 +10,10 @@ set -euo pipefail
 source "$(dirname "$(readlink -f "$0")")/environment.sh"
 make_environment
 
+case ${NPROC_PER_NODE:-1} in # what torchrun sets too, with a warning; a rank takes this 1 for torchrun's (place.py)
+    1 | *[!0-9]*) ;;
+    *) export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} ;;
+esac
 exec "$venv/bin/torchrun" --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-${SLURM_NODEID:-0}}" \
     --nproc-per-node "${NPROC_PER_NODE:-1}" \
     --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" -m tpllama "$@"

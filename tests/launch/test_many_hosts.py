@@ -71,10 +71,23 @@ def test_script_is_sound(script: str) -> None:
 
 def test_multinode_runs_on_one_node(checkout: Checkout) -> None:
     arguments = ("generate", "What is the capital of France?", "--max-new-tokens", "8")
+    del checkout.env["OMP_NUM_THREADS"]  # the tests' own
     done = checkout.run("multinode.sh", *arguments, NPROC_PER_NODE="2", MASTER_PORT="29517")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert done.stdout.count("\n") == 1
+    assert "OMP_NUM_THREADS" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [({"NPROC_PER_NODE": "2"}, "1"), ({"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "3"}, "3"), ({}, ""),
+     ({"NPROC_PER_NODE": "gpu"}, "")],
+)  # fmt: skip
+def test_threads_are_those_that_torchrun_would_set(checkout: Checkout, env: dict[str, str], expected: str) -> None:
+    del checkout.env["OMP_NUM_THREADS"]  # the tests' own
+    checkout.torchrun('echo "${OMP_NUM_THREADS:-}"')
+    assert checkout.run("multinode.sh", "plan", **env).stdout == f"{expected}\n"
 
 
 @pytest.mark.parametrize(
