@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tpllama.cli import build_parser
 from tpllama.config import UserError
 from tpllama.server.checking import Checker
+from tpllama.server.command import settings
 from tpllama.server.errors import ApiError
 from tpllama.server.locate import Roots
 from tpllama.server.models import Models
@@ -204,6 +206,13 @@ def test_the_operators_file(tmp_path: Path) -> None:
     assert config.engine == {"tp": 2, "dtype": "float32"}
     assert [each.is_loaded_at_once for each in config.models] == [True, False]
     assert read_run_config(file, {"TPLLAMA_API_KEY": "k"}).api_key == "k"
+
+
+def test_without_a_file_models_lie_in_the_home_directory_and_nothing_is_kept() -> None:
+    config = settings(build_parser().parse_args(["serve"]))
+    assert (config.model_roots, config.state_file) == ([Path.home() / ".tpllama" / "checkpoints"], None)
+    config = settings(build_parser().parse_args(["serve", "--model-root=~/m", "--state-file=~/s.json"]))
+    assert (config.model_roots, config.state_file) == ([Path.home() / "m"], Path.home() / "s.json")
 
 
 @pytest.mark.parametrize(

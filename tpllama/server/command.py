@@ -55,7 +55,7 @@ def settings(arguments: argparse.Namespace) -> RunConfig:
     flags |= {"model_roots": arguments.model_root or None, "state_file": arguments.state_file}
     given = {name: value for name, value in flags.items() if value is not None}
     content = config.model_dump() | given | {"models": [each.model_dump() for each in models]}
-    return checked(content, "the flags")
+    return checked(content, "the flags").in_home()
 
 
 def engine_of(config: RunConfig, flags: Mapping[str, Any], tp: int) -> dict[str, Any]:

@@ -56,6 +56,12 @@ class RunConfig(BaseModel):
     request_timeout_s: float = Field(default=600, gt=0)
     shutdown_timeout_s: float = Field(default=30, ge=0)
 
+    def in_home(self) -> RunConfig:
+        """The same with the home directory in place of ~."""
+        roots = [root.expanduser() for root in self.model_roots]
+        state_file = None if self.state_file is None else self.state_file.expanduser()
+        return self.model_copy(update={"model_roots": roots, "state_file": state_file})
+
     @field_validator("api_key", mode="after")
     @classmethod
     def _no_empty_key(cls, key: str | None) -> str | None:
@@ -88,10 +94,9 @@ def read_run_config(path: Path, environ: Mapping[str, str] = os.environ) -> RunC
         ) from None
     if content is not None and not isinstance(content, dict):
         raise UserError(f"found {path} that holds no keys and values, expected them, correct it")
-    config = checked(_resolved(content or {}, environ, path), str(path))
-    roots = [path.parent / root.expanduser() for root in config.model_roots]
-    state = config.state_file
-    state_file = default_state_file() if state is None else path.parent / state.expanduser()
+    config = checked(_resolved(content or {}, environ, path), str(path)).in_home()
+    roots = [path.parent / root for root in config.model_roots]
+    state_file = path.parent / (config.state_file or default_state_file())
     return config.model_copy(update={"model_roots": roots, "state_file": state_file})
 
 
