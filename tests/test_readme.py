@@ -12,6 +12,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from tpllama.server.checking import Checker
+from tpllama.server.locate import Roots
+from tpllama.server.models import Models
+from tpllama.server.registry import Registry
+from tpllama.server.run_config import read_run_config
+
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line]
@@ -34,7 +40,10 @@ def test_the_two_commands_come_first() -> None:
     assert README.index("```bash") < 20
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith((".venv", "echo"))])
+ENDING = [each for each in COMMANDS if each.startswith((".venv", "echo")) and " -m tpllama serve" not in each]
+
+
+@pytest.mark.parametrize("command", ENDING)
 def test_commands(command: str, folder: Path) -> None:
     tools = {"tpllama": f"{sys.executable} -m tpllama", "torchrun": f"{sys.executable} -m torch.distributed.run"}
     here = re.sub(r"\.venv/bin/(\w+)", lambda found: tools[found[1]], command)
@@ -56,6 +65,16 @@ def test_python_snippets(snippet: str) -> None:
     result = run([sys.executable, "-c", snippet])
     assert result.returncode == 0, result.stderr
     assert "torch.Size([1, 3, 49152])" in result.stdout
+
+
+def test_the_servers_file_can_be(tmp_path: Path) -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    config = read_run_config(file)
+    assert [each.engine_options["torchao_config"] for each in config.models] == ["int8wo", "int8dq"]
+    checker = Checker(Roots(tuple(config.model_roots)), config.engine)
+    assert Models(Registry(), checker).restore(config.models) == "smollm2"
 
 
 def test_the_tree_it_describes_is_there() -> None:
