@@ -39,7 +39,8 @@ def library(source: Path) -> ctypes.CDLL | str:
 
 
 def _compiled(source: Path, compiler: str) -> Path:
-    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]  # with what it may include
+    headers = sorted(path for folder in (source.parent, Path(__file__).parent) for path in folder.glob("*.h"))
+    texts = [path.read_bytes() for path in (source, *headers)]  # with what it may include
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
     digest = hashlib.blake2b(b"\0".join([*texts, version, *map(str.encode, _FLAGS)]), digest_size=8).hexdigest()
     folder = Path(os.environ.get("TPLLAMA_CACHE") or "~/.cache/tpllama").expanduser()

@@ -476,7 +476,8 @@ Size token_groups(Size tokens, Size token_bytes, Size threads) {
     return std::max(groups, Size(1));
 }
 
-template <Kind kind> void run(Job job, int threads) {
+template <Kind kind> void run(Job job, Team &team) {
+    const Size threads = team.size;
     job.steps = (job.columns + step_columns(kind) - 1) / step_columns(kind);
     const Size all = job.tokens, parts = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + parts - 1) / parts, 32);
     const Size token_bytes = most / 16 * job.steps * TILE, panels = (job.outputs + PANEL - 1) / PANEL;
@@ -490,14 +491,12 @@ template <Kind kind> void run(Job job, int threads) {
         part.tokens = std::min(most, all - first), part.tiles = (part.tokens + 15) / 16;
         part.block = is_once<kind>(part) ? part.steps : BLOCK;
         part.x += first * job.columns, part.y += first * job.outputs, part.extremes += job.extremes ? first : 0;
-        #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && part.tiles > 1)
-        for (int t = 0; t < threads; t++)
-            for (Size tile = t; tile < part.tiles; tile += threads)
-                pack_tokens<kind>(part, tile);
+        if (is_together(team))  // each thread has its own
+            for (Size tile = 0; tile < part.tiles; tile++) pack_tokens<kind>(part, tile);
+        else share_out(team, part.tiles, [&](Size tile) { pack_tokens<kind>(part, tile); });
         const Size groups = token_groups(part.tokens, token_bytes, threads), in_group = threads / groups;
         const Size pairs = (part.tiles + 1) / 2;
-        #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (Size t = 0; t < groups * in_group; t++) {
+        share_out(team, groups * in_group, [&](Size t) {
             const Size group = t / in_group, place = t % in_group;
             Job own = part;
             own.first_tile = pairs * group / groups * 2;
@@ -506,7 +505,7 @@ template <Kind kind> void run(Job job, int threads) {
             configure(job.token_row);
             units<kind>(own, begin, std::min(end, job.outputs), scratch + t * own_bytes, turns);
             release();
-        }
+        });
     }
 }
 }  // namespace
@@ -516,28 +515,34 @@ extern "C" {
 // Null, or why these kernels can't run here.
 const char *why_not() { return why_no_tiles(); }
 
-// x [tokens, columns] and y [tokens, outputs] in bfloat16, without gaps; scale, zero, group, and weights but those of
-// INT8_TILES (see Job) as in small_m.cpp. Gated with INT8_TILES, outputs are a multiple of 32.
-// Gated, the weight has 2 * outputs rows.
-void linear(int kind, int is_gated, Size tokens, Size columns, Size outputs, const void *x, const uint8_t *weight,
-            const void *scale, const void *zero, Size group, const void *extremes, void *y, int threads) {
-    if (!tokens) return;
+struct Linear {  // `_Linear` in amx.py
+    Size kind, is_gated, tokens, columns, outputs, group;
+    const BFloat16 *x;        // [tokens, columns]
+    const uint8_t *weight;    // but for INT8_TILES (see Job) as in small_m.cpp, as scale, zero and group are
+    const void *scale;
+    const BFloat16 *zero, *extremes;
+    BFloat16 *y;              // [tokens, outputs]
+};
+
+// Gated, the weight has 2 * outputs rows; with INT8_TILES, outputs are a multiple of 32 then.
+Size linear(const Linear &asked, Team &team) {
+    if (!asked.tokens) return DONE;
     Job job{};
-    job.is_gated = is_gated, job.tokens = tokens, job.columns = columns, job.outputs = outputs;
-    job.x = static_cast<const BFloat16 *>(x), job.weight = weight, job.scale = scale;
-    job.row_bytes = kind == PLAIN ? 2 * columns : kind >= INT4 ? up(columns, 128) / 2 : columns;
-    job.zero = static_cast<const BFloat16 *>(zero);
+    const Size columns = asked.columns, group = asked.group;
+    job.is_gated = asked.is_gated, job.tokens = asked.tokens, job.columns = columns, job.outputs = asked.outputs;
+    job.x = asked.x, job.weight = asked.weight, job.scale = asked.scale, job.zero = asked.zero, job.y = asked.y;
+    job.row_bytes = asked.kind == PLAIN ? 2 * columns : asked.kind >= INT4 ? up(columns, 128) / 2 : columns;
     job.group_shift = group ? __builtin_ctzll(group) : 5, job.groups = group ? columns / group : 0;
-    job.extremes = static_cast<const BFloat16 *>(extremes), job.extremes_stride = tokens;
-    job.y = static_cast<BFloat16 *>(y);
-    const bool has_lines = reinterpret_cast<uintptr_t>(y) % 64 == 0 && outputs % PANEL == 0;
-    job.is_large = has_lines && tokens * outputs * 2 >= LARGE;
-    if (kind == PLAIN) run<PLAIN>(job, threads);
-    else if (kind == INT8) run<INT8>(job, threads);
-    else if (kind == FLOAT8) run<FLOAT8>(job, threads);
-    else if (kind == INT8_TILES) run<INT8_TILES>(job, threads);
-    else if (kind == INT4) run<INT4>(job, threads);
-    else run<INT4_DYNAMIC>(job, threads);
+    job.extremes = asked.extremes, job.extremes_stride = asked.tokens;
+    const bool has_lines = reinterpret_cast<uintptr_t>(job.y) % 64 == 0 && job.outputs % PANEL == 0;
+    job.is_large = has_lines && job.tokens * job.outputs * 2 >= LARGE;
+    if (asked.kind == PLAIN) run<PLAIN>(job, team);
+    else if (asked.kind == INT8) run<INT8>(job, team);
+    else if (asked.kind == FLOAT8) run<FLOAT8>(job, team);
+    else if (asked.kind == INT8_TILES) run<INT8_TILES>(job, team);
+    else if (asked.kind == INT4) run<INT4>(job, team);
+    else run<INT4_DYNAMIC>(job, team);
+    return DONE;
 }
 }
 #else

@@ -16,7 +16,7 @@ from torch import Tensor
 from tpllama.kernels import small_m
 from tpllama.kernels.small_m import Kind
 from tpllama.kernels.tiles import with_tiles
-from tpllama.recording import call
+from tpllama.recording import Reads, call, callable_in, fields
 
 # As amx.cpp counts.
 _KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_tiles": 3, "int4": 4, "int4_dynamic": 5}
@@ -31,10 +31,14 @@ def _native() -> ctypes.CDLL | str:
     compiled = with_tiles("amx.cpp")
     if isinstance(compiled, str):
         return compiled
-    pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-    compiled.linear.argtypes = (number,) * 2 + (size,) * 3 + (pointer,) * 4 + (size,) + (pointer,) * 2 + (number,)
-    compiled.linear.restype = None
+    callable_in(compiled, "linear")
     return compiled
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` of amx.cpp."""
+
+    _fields_ = fields("kind is_gated tokens columns outputs group", "x weight scale zero extremes y")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -104,11 +108,9 @@ def _linear(
     rows = rows.contiguous()
     agreed = None if agreed is None else agreed.contiguous()
     y = rows.new_empty(rows.shape[0], outputs)
-    call(
-        compiled.linear, _KINDS[kind], is_gated, *rows.shape, outputs, rows.data_ptr(), weight.data_ptr(),
-        None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
-        None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    addresses = (None if each is None else each.data_ptr() for each in (rows, weight, scale, zero, agreed, y))
+    asked = _Linear(_KINDS[kind], is_gated, *rows.shape, outputs, group_size, *addresses)
+    call(compiled.linear, asked, Reads(weight.nbytes, 1 + is_gated, asked.weight))
     return y
 
 

@@ -13,6 +13,8 @@
 #include <limits>
 #include <vector>
 
+#include "../team.h"
+
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-trapping-math")  // or loops with conditions stay scalar
 #endif
@@ -25,7 +27,6 @@
 
 namespace {
 
-using Size = std::ptrdiff_t;
 using BFloat16 = uint16_t;  // its bits
 
 constexpr int LANES = 16;        // floats that are computed together
@@ -71,8 +72,8 @@ struct Norm {
     Size columns;
     const BFloat16 *x, *weight;  // x [rows, columns]
     BFloat16 *delta;             // what is added to x first, and then holds the sum; or null
-    float eps;
     BFloat16 *y;
+    float eps;
 };
 
 INLINE void norm_any(const Norm &norm, Size begin, Size end) {
@@ -108,9 +109,8 @@ INLINE void norm_any(const Norm &norm, Size begin, Size end) {
 }
 
 struct Gated {
-    Size columns;
+    Size columns, gate_stride, up_stride;
     const BFloat16 *gate, *up;  // rows of these strides
-    Size gate_stride, up_stride;
     BFloat16 *y;                // [rows, columns]
 };
 
@@ -123,6 +123,16 @@ INLINE void gated_any(const Gated &gated, Size begin, Size end) {
             y[k] = rounded(as_bfloat16(x / (1.0f + exp_of(-x))) * widen(up[k]));
         }
     }
+}
+
+struct Sum {
+    Size columns;
+    const BFloat16 *x;
+    BFloat16 *y;
+};
+
+INLINE void add_any(const Sum &sum, Size begin, Size end) {
+    for (Size i = begin * sum.columns; i < end * sum.columns; i++) sum.y[i] = rounded(widen(sum.y[i]) + widen(sum.x[i]));
 }
 
 // ---- Rotary positions, and keys and values to the cache
@@ -139,14 +149,13 @@ struct Step {
 };
 
 struct Heads {
+    Size heads, kv_heads, dim, q_stride, k_stride, v_stride;
     const Step *step;
-    Size heads, kv_heads, dim;
     BFloat16 *q, *k, *v;          // rows of these strides
-    Size q_stride, k_stride, v_stride;
     const BFloat16 *cos, *sin;    // [tokens, dim], or null: q and k are turned already
     BFloat16 *keys, *values;      // [slots, kv_heads, dim], or null: k and v stay where they are
-    float scale;                  // of the scores
     BFloat16 *out;                // [tokens, heads, dim]; of texts alone is it written
+    float scale;                  // of the scores
 };
 
 // Pairs (i, i + dim / 2) of x to y, which may be x.
@@ -471,6 +480,7 @@ void attend_text(const Heads &h, const Way &way, Size text, Size first, Size las
 
 void norm_plain(const Norm &norm, Size begin, Size end) { norm_any(norm, begin, end); }
 void gated_plain(const Gated &gated, Size begin, Size end) { gated_any(gated, begin, end); }
+void add_plain(const Sum &sum, Size begin, Size end) { add_any(sum, begin, end); }
 void keep_plain(const Heads &h, Size begin, Size end) { keep_any(h, begin, end); }
 void tile_plain(const BFloat16 *q, int queries, const Tile &tile, float scale, Softmax &s, float *sums) {
     tile_any(q, queries, tile, scale, s, sums);
@@ -478,11 +488,13 @@ void tile_plain(const BFloat16 *q, int queries, const Tile &tile, float scale, S
 #if defined(__x86_64__)
 AVX2 void norm_avx2(const Norm &norm, Size begin, Size end) { norm_any(norm, begin, end); }
 AVX2 void gated_avx2(const Gated &gated, Size begin, Size end) { gated_any(gated, begin, end); }
+AVX2 void add_avx2(const Sum &sum, Size begin, Size end) { add_any(sum, begin, end); }
 AVX2 void keep_avx2(const Heads &h, Size begin, Size end) { keep_any(h, begin, end); }
 AVX2 void tile_avx2(const BFloat16 *q, int queries, const Tile &tile, float scale, Softmax &s, float *sums) {
     tile_any(q, queries, tile, scale, s, sums);
 }
 AVX512 void gated_avx512(const Gated &gated, Size begin, Size end) { gated_any(gated, begin, end); }
+AVX512 void add_avx512(const Sum &sum, Size begin, Size end) { add_any(sum, begin, end); }
 AVX512 void norm_avx512(const Norm &norm, Size begin, Size end) { norm_any(norm, begin, end); }
 AVX512 void keep_avx512(const Heads &h, Size begin, Size end) { keep_any(h, begin, end); }
 #define AT(LEVEL, NAME) (LEVEL == 2 ? NAME##_avx512 : LEVEL == 1 ? NAME##_avx2 : NAME##_plain)
@@ -492,11 +504,10 @@ AVX512 void keep_avx512(const Heads &h, Size begin, Size end) { keep_any(h, begi
 
 // Gives each thread neighbouring rows.
 template <class Work>
-void share(const Work &work, void (*kernel)(const Work &, Size, Size), Size rows, Size columns, int threads) {
-    threads = int(std::min(Size(threads), rows * columns / FEW));
-    if (threads <= 1) return kernel(work, 0, rows);
-    #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int t = 0; t < threads; t++) kernel(work, rows * t / threads, rows * (t + 1) / threads);
+void share_rows(const Work &work, void (*kernel)(const Work &, Size, Size), Size rows, Size columns, Team &team) {
+    const Size parts = std::min(team.size, rows * columns / FEW);
+    if (parts <= 1) return by_one(team, [&] { kernel(work, 0, rows); });
+    share_out(team, parts, [&](Size i) { kernel(work, rows * i / parts, rows * (i + 1) / parts); });
 }
 
 }  // namespace
@@ -514,41 +525,47 @@ int level() {
     return 0;
 }
 
+// What is asked of a function: `_RmsNorm`, `_Gated`, `_Add` and `_Attend` in fused.py.
+struct RmsNormCall { Size level, rows; Norm norm; };
+struct GatedCall { Size level, rows; Gated gated; };
+struct AttendCall { Size level; Heads heads; };
+struct AddCall { Size level, rows; Sum sum; };
+
 // y = the norm of x, or of x + delta, which delta holds then.
-void rms_norm(int level, Size rows, Size columns, const BFloat16 *x, BFloat16 *delta, const BFloat16 *weight, float eps,
-              BFloat16 *y, int threads) {
-    share(Norm{columns, x, weight, delta, eps, y}, AT(level, norm), rows, columns, threads);
+Size rms_norm(const RmsNormCall &asked, Team &team) {
+    share_rows(asked.norm, AT(asked.level, norm), asked.rows, asked.norm.columns, team);
+    return DONE;
 }
 
 // y = silu(gate) * up
-void gated(int level, Size rows, Size columns, const BFloat16 *gate, Size gate_stride, const BFloat16 *up,
-           Size up_stride, BFloat16 *y, int threads) {
-    share(Gated{columns, gate, up, gate_stride, up_stride, y}, AT(level, gated), rows, columns, threads);
+Size gated(const GatedCall &asked, Team &team) {
+    share_rows(asked.gated, AT(asked.level, gated), asked.rows, asked.gated.columns, team);
+    return DONE;
 }
 
 // Turns q where it is; k, turned, and v to the cache; then the attention of the step's texts.
-void attend(int level, const Step *step, Size heads, Size kv_heads, Size dim, BFloat16 *q, Size q_stride, BFloat16 *k,
-            Size k_stride, BFloat16 *v, Size v_stride, const BFloat16 *cos, const BFloat16 *sin, BFloat16 *keys,
-            BFloat16 *values, float scale, BFloat16 *out, int threads) {
-    Heads h{step, heads, kv_heads, dim, q, k, v, q_stride, k_stride, v_stride, cos, sin, keys, values, scale, out};
-    share(h, AT(level, keep), step->tokens, (heads + kv_heads) * dim, threads);
-    if (step->texts == 0) return;
+Size attend(const AttendCall &asked, Team &team) {
+    const Heads &h = asked.heads;
+    const Step *step = h.step;
+    const Size level = asked.level, kv_heads = h.kv_heads, dim = h.dim, threads = team.size;
+    share_rows(h, AT(level, keep), step->tokens, (h.heads + kv_heads) * dim, team);
+    if (step->texts == 0) return DONE;
     Way way{pack_plain, AT(level, tile), finish_plain, dim};
 #if defined(__x86_64__)
     if (level == 2) way.pack = pack_avx512, way.finish = finish_avx512, way.width = (dim + 31) / 32 * 32;
 #endif
-    Size total = 0;
-    for (Size i = 0; i < step->texts; i++) total += step->lengths[i];
-    if (threads <= 1 || total * kv_heads * dim < FEW) {
-        for (Size i = 0; i < step->texts; i++) attend_text(h, way, i, 0, kv_heads);
-        return;
-    }
     // Many texts are shared out whole, few by their heads.
-    const Size pieces = step->texts >= 4 * threads ? 1 : std::min(Size(threads), kv_heads);
-    #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (Size i = 0; i < step->texts * pieces; i++) {
+    const Size pieces = step->texts >= 4 * threads ? 1 : std::min(threads, kv_heads);
+    share_out(team, step->texts * pieces, [&](Size i) {
         const Size piece = i % pieces;
         attend_text(h, way, i / pieces, kv_heads * piece / pieces, kv_heads * (piece + 1) / pieces);
-    }
+    });
+    return DONE;
+}
+
+// y += x, as torch adds bfloat16.
+Size add(const AddCall &asked, Team &team) {
+    share_rows(asked.sum, AT(asked.level, add), asked.rows, asked.sum.columns, team);
+    return DONE;
 }
 }

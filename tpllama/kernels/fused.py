@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tpllama.native import library
-from tpllama.recording import call
+from tpllama.recording import call, callable_in, fields
 
 INTEGERS = "q"  # int64, as `array` calls it
 Spans = list[tuple[int, int]]
@@ -28,13 +28,34 @@ def _native() -> ctypes.CDLL | str:
     compiled = library(Path(__file__).with_name("fused.cpp"))
     if isinstance(compiled, str):
         return compiled
-    pointer, size, number, real = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_float
-    compiled.rms_norm.argtypes = (number, size, size, pointer, pointer, pointer, real, pointer, number)
-    compiled.gated.argtypes = (number, size, size, pointer, size, pointer, size, pointer, number)
-    heads, strided = (number, pointer, size, size, size), (pointer, size) * 3
-    compiled.attend.argtypes = (*heads, *strided, *(pointer,) * 4, real, pointer, number)
-    compiled.rms_norm.restype = compiled.gated.restype = compiled.attend.restype = None
+    callable_in(compiled, "rms_norm", "gated", "attend", "add")
     return compiled
+
+
+class _RmsNorm(ctypes.Structure):
+    """`RmsNormCall` of fused.cpp."""
+
+    _fields_ = fields("level rows columns", "x weight delta y", "eps")
+
+
+class _Gated(ctypes.Structure):
+    """`GatedCall` of fused.cpp."""
+
+    _fields_ = fields("level rows columns gate_stride up_stride", "gate up y")
+
+
+class _Add(ctypes.Structure):
+    """`AddCall` of fused.cpp."""
+
+    _fields_ = fields("level rows columns", "x y")
+
+
+class _Attend(ctypes.Structure):
+    """`AttendCall` of fused.cpp."""
+
+    _fields_ = fields(
+        "level heads kv_heads dim q_stride k_stride v_stride", "step q k v cos sin keys values out", "scale"
+    )
 
 
 @functools.cache
@@ -58,16 +79,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None)
     """The norm of x [n, features]. With `delta`, that of x + delta, which `delta` holds then."""
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     added = None if delta is None else delta.data_ptr()
-    arguments = x.data_ptr(), added, weight.data_ptr(), eps, y.data_ptr(), torch.get_num_threads()
-    call(_compiled().rms_norm, _level(), *x.shape, *arguments)
+    asked = _RmsNorm(_level(), *x.shape, x.data_ptr(), weight.data_ptr(), added, y.data_ptr(), eps)
+    call(_compiled().rms_norm, asked)
+    return y
+
+
+def add(y: Tensor, x: Tensor) -> Tensor:
+    """y += x, of [n, features] each without gaps."""
+    call(_compiled().add, _Add(_level(), *y.shape, x.data_ptr(), y.data_ptr()))
     return y
 
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of [n, features] each, whose rows may lie apart."""
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    parts = gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), y.data_ptr()
-    call(_compiled().gated, _level(), *gate.shape, *parts, torch.get_num_threads())
+    strides, addresses = (gate.stride(0), up.stride(0)), (gate.data_ptr(), up.data_ptr(), y.data_ptr())
+    call(_compiled().gated, _Gated(_level(), *gate.shape, *strides, *addresses))
     return y
 
 
@@ -124,22 +151,14 @@ def attend(
     q, and out: [tokens, heads * head_dim]; rows of all but `out` may lie apart. With cos_sin, q and k are rotated
     before: q where it is.
     """
-    cos, sin = (None, None) if cos_sin is None else (cos_sin[0].data_ptr(), cos_sin[1].data_ptr())
-    call(
-        _compiled().attend, _level(), step.address,
-        q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.data_ptr(), q.stride(0),
-        k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cos, sin, keys.data_ptr(), values.data_ptr(), step.scale,
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    heads = q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.stride(0), k.stride(0), v.stride(0)
+    addresses = (None if x is None else x.data_ptr() for x in (q, k, v, *(cos_sin or (None, None)), keys, values, out))
+    call(_compiled().attend, _Attend(_level(), *heads, step.address, *addresses, step.scale))
 
 
 def rotate(q: Tensor, k: Tensor, head_dim: int, cos_sin: tuple[Tensor, Tensor]) -> None:
     """Rotates q and k [tokens, heads * head_dim] where they are; their rows may lie apart."""
     step = _Step(q.shape[0])
-    cos, sin = cos_sin
-    call(
-        _compiled().attend, _level(), ctypes.addressof(step),
-        q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.data_ptr(),
-        q.stride(0), k.data_ptr(), k.stride(0), None, 0, cos.data_ptr(), sin.data_ptr(), None, None, 1.0, None,
-        torch.get_num_threads(),
-    )  # fmt: skip
+    heads = q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, q.stride(0), k.stride(0), 0
+    addresses = (None if x is None else x.data_ptr() for x in (q, k, None, *cos_sin))
+    call(_compiled().attend, _Attend(_level(), *heads, ctypes.addressof(step), *addresses))

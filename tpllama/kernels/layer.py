@@ -18,7 +18,7 @@ from tpllama.kernels import fused, own
 from tpllama.kernels.cpu import Int8DynamicLinear, Int8TilesLinear, RowScaledLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import PlainLinear
-from tpllama.recording import Unrecordable, recording
+from tpllama.recording import recording
 
 _JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, Int8TilesLinear, OwnInt4Linear)
 # Tokens of a step that is recorded: of more, Python's part is small, and what is held is large.
@@ -103,8 +103,7 @@ class FusedLayer(nn.Module):
         else:
             gate, up = gate_up(normed)
             inner = self._activation(gate) * up
-        y: Tensor = down(inner)
-        return y.add_(summed)
+        return fused.add(down(inner), summed)
 
 
 class RecordedLayers(nn.ModuleList):
@@ -123,14 +122,14 @@ class RecordedLayers(nn.ModuleList):
         if self._caches is not caches:
             self.forget()
             self._caches = caches
-        if len(x) not in self._recorded:
-            try:
-                self._recorded[len(x)] = _RecordedStep(self._run, x, cos_sin, caches, step)
-            except Unrecordable:
-                self._most = 0
-                return self._run(x, cos_sin, caches)
-            return self._recorded[len(x)].result
-        return self._recorded[len(x)].run(x, cos_sin, step)
+        if (recorded := self._recorded.get(len(x))) is not None:
+            return recorded.run(x, cos_sin, step)
+        recorded = _RecordedStep(self._run, x, cos_sin, caches, step)
+        if recorded.is_whole:
+            self._recorded[len(x)] = recorded
+        else:
+            self._most = 0
+        return recorded.result
 
     def forget(self) -> None:
         """Has steps recorded anew."""
@@ -143,7 +142,10 @@ class RecordedLayers(nn.ModuleList):
 
 
 class _RecordedStep:
-    """The layers of a step, computed and recorded. `result`: of the last run, until the next one."""
+    """The layers of a step, computed and recorded. `result`: of the last run, until the next one.
+
+    is_whole: whether it can be run again.
+    """
 
     def __init__(
         self, compute: Callable[..., Tensor], x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache], step: fused.Step
@@ -152,6 +154,7 @@ class _RecordedStep:
         self._step = step
         with recording() as self._recording:
             self.result = compute(self._inputs[0], self._inputs[1:], caches)
+        self.is_whole = self._recording.obstacle is None
 
     def run(self, x: Tensor, cos_sin: _CosSin, step: fused.Step) -> Tensor:
         for held, given in zip(self._inputs, (x, *cos_sin), strict=True):

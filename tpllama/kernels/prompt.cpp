@@ -29,12 +29,11 @@ struct Prompts {
 };
 
 struct Heads {
-    Size heads, kv_heads, dim;
+    Size heads, kv_heads, dim, q_stride;
     const BFloat16 *q;              // [tokens of the step], rows of this stride
-    Size q_stride;
     const BFloat16 *keys, *values;  // [slots, kv_heads, dim]
-    float scale;                    // of the scores
     BFloat16 *out;                  // [tokens of the step, heads, dim]
+    float scale;                    // of the scores
 };
 
 struct Prompt {
@@ -213,8 +212,8 @@ AVX512 void attend_rows(const Heads &h, const Prompt &prompt, Size head, Size fi
     }
 }
 
-void attend_prompt(const Heads &h, Prompt prompt, int threads) {
-    const Size blocks = (prompt.length + 31) / 32, group = h.heads / h.kv_heads;
+void attend_prompt(const Heads &h, Prompt prompt, Team &team) {
+    const Size threads = team.size, blocks = (prompt.length + 31) / 32, group = h.heads / h.kv_heads;
     prompt.steps = (h.dim + 31) / 32, prompt.width = prompt.steps * 32;
     prompt.head_bytes = blocks * 2 * prompt.steps * TILE;
     const Size at_once = std::min(std::max(PACKED / (2 * prompt.head_bytes), Size(1)), h.kv_heads);
@@ -225,17 +224,15 @@ void attend_prompt(const Heads &h, Prompt prompt, int threads) {
     for (prompt.first = 0; prompt.first < h.kv_heads; prompt.first = prompt.last) {
         prompt.last = std::min(prompt.first + at_once, h.kv_heads);
         const Size heads = prompt.last - prompt.first;
-        #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (Size i = 0; i < heads * blocks; i++) pack(h, prompt, prompt.first + i / blocks, i % blocks);
-        #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-        for (int t = 0; t < threads; t++) {
+        share_out(team, heads * blocks, [&](Size i) { pack(h, prompt, prompt.first + i / blocks, i % blocks); });
+        share_out(team, threads, [&](Size t) {
             configure();
             Own own(scratch + t * own_bytes, prompt.width);
             // Later rows see more keys: threads take turns.
             for (Size i = t; i < heads * parts; i += threads)
                 attend_rows(h, prompt, prompt.first + i / parts, i % parts * ROWS, own);
             release();
-        }
+        });
     }
 }
 }  // namespace
@@ -245,18 +242,22 @@ extern "C" {
 // Null, or why these kernels can't run here.
 const char *why_not() { return why_no_tiles(); }
 
-// The attention of prompts whose keys and values are in the cache, to their rows of `out`.
-void attend_prompts(const Prompts *prompts, Size heads, Size kv_heads, Size dim, const void *q, Size q_stride,
-                    const void *keys, const void *values, float scale, void *out, int threads) {
-    Heads h{heads, kv_heads, dim, static_cast<const BFloat16 *>(q), q_stride, static_cast<const BFloat16 *>(keys),
-            static_cast<const BFloat16 *>(values), scale, static_cast<BFloat16 *>(out)};
+struct Attend {  // `_Attend` in prompt.py
+    Heads heads;
+    const Prompts *prompts;
+};
+
+// The attention of prompts whose keys and values are in the cache, to their rows of `out`. Not in a team.
+Size attend_prompts(const Attend &asked, Team &team) {
+    const Prompts *prompts = asked.prompts;
     for (Size i = 0; i < prompts->count; i++) {
         Prompt prompt{};
         prompt.row = prompts->rows[i], prompt.tokens = prompts->tokens[i], prompt.length = prompts->lengths[i];
         prompt.run = prompts->runs + 2 * (i ? prompts->ends[i - 1] : 0);
         prompt.last_run = prompts->runs + 2 * prompts->ends[i];
-        attend_prompt(h, prompt, threads);
+        attend_prompt(asked.heads, prompt, team);
     }
+    return DONE;
 }
 }
 #else

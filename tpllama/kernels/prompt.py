@@ -10,11 +10,11 @@ import functools
 from array import array
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from tpllama.kernels.fused import INTEGERS, Spans, flattened
 from tpllama.kernels.tiles import with_tiles
+from tpllama.recording import call, callable_in, fields
 
 
 @functools.cache
@@ -23,11 +23,7 @@ def _native() -> ctypes.CDLL | str:
     compiled = with_tiles("prompt.cpp")
     if isinstance(compiled, str):
         return compiled
-    pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
-    compiled.attend_prompts.argtypes = (
-        pointer, *(size,) * 3, pointer, size, pointer, pointer, ctypes.c_float, pointer, ctypes.c_int,
-    )  # fmt: skip
-    compiled.attend_prompts.restype = None
+    callable_in(compiled, "attend_prompts")
     return compiled
 
 
@@ -45,9 +41,15 @@ def why_not() -> str | None:
 class _Prompts(ctypes.Structure):
     """`Prompts` of prompt.cpp."""
 
+    _fields_ = fields("count", "rows tokens lengths ends runs")
+
+
+class _Attend(ctypes.Structure):
+    """`Attend` of prompt.cpp; its heads end with a float, and so with a gap."""
+
     _fields_ = (
-        ("count", ctypes.c_ssize_t),
-        *((name, ctypes.c_void_p) for name in ("rows", "tokens", "lengths", "ends", "runs")),
+        *fields("heads kv_heads dim q_stride", "q keys values out", "scale"),
+        ("prompts", ctypes.c_void_p),
     )
 
 
@@ -74,7 +76,6 @@ class Prompts:
         compiled = _native()
         assert isinstance(compiled, ctypes.CDLL)
         _, kv_heads, head_dim = keys.shape
-        compiled.attend_prompts(
-            ctypes.addressof(self._prompts), q.shape[1] // head_dim, kv_heads, head_dim, q.data_ptr(), q.stride(0),
-            keys.data_ptr(), values.data_ptr(), self._scale, out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        addresses = (x.data_ptr() for x in (q, keys, values, out))
+        heads = q.shape[1] // head_dim, kv_heads, head_dim, q.stride(0), *addresses, self._scale
+        call(compiled.attend_prompts, _Attend(*heads, ctypes.addressof(self._prompts)))

@@ -504,14 +504,12 @@ Kernels kernels_of(Kind kind, int level) {
 }
 
 // Gives each thread neighbouring outputs.
-void run(const Job &job, Kernel kernel, int threads) {
-    Size tiles = (job.outputs - job.first + TILE - 1) / TILE;
-    if (threads <= 1) return kernel(job, job.first, job.outputs);
-    #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int t = 0; t < threads; t++) {
+void run(const Job &job, Kernel kernel, Team &team) {
+    const Size tiles = (job.outputs - job.first + TILE - 1) / TILE, threads = team.size;
+    share_out(team, threads, [&](Size t) {
         Size begin = tiles * t / threads * TILE, end = tiles * (t + 1) / threads * TILE;
         kernel(job, job.first + begin, std::min(job.first + end, job.outputs));
-    }
+    });
 }
 
 struct Free { void operator()(void *memory) const { std::free(memory); } };
@@ -530,23 +528,40 @@ int level() {
     return 0;
 }
 
-// Of each row of x [rows, columns]: its maximum, and minus its minimum, [2, rows] in its type.
-void extremes(int level, int type, Size rows, Size columns, const void *x, void *to) {
+struct Extremes {  // `_Extremes` in small_m.py
+    Size level, type, rows, columns;
+    const void *x;  // [rows, columns]
+    void *to;       // [2, rows] in its type
+};
+
+// Of each row of x: its maximum, and minus its minimum.
+Size extremes(const Extremes &asked, Team &team) {
+    auto kernel = extremes_plain;
 #if defined(__x86_64__)
-    if (level) return extremes_avx2(Type(type), x, rows, columns, to);
+    if (asked.level) kernel = extremes_avx2;
 #endif
-    extremes_plain(Type(type), x, rows, columns, to);
+    by_one(team, [&] { kernel(Type(asked.type), asked.x, asked.rows, asked.columns, asked.to); });
+    return DONE;
 }
 
-// x [rows, columns] and y [rows, outputs] without gaps; range: the extremes of x that ranks agreed on, or null.
-// scale, zero, group: of the weight; what a kind doesn't have is null or 0.
-void linear(int kind, int level, int type, Size rows, Size columns, Size outputs, const void *x, const uint8_t *weight,
-            const void *scale, const void *zero, Size group, const void *range, void *y, int threads) {
-    Kernels kernels = kernels_of(Kind(kind), level);
+struct Linear {  // `_Linear` in small_m.py; what a kind doesn't have is null or 0
+    Size kind, level, type, rows, columns, outputs, group;
+    const void *x;            // [rows, columns]
+    const uint8_t *weight;
+    const void *scale;
+    const BFloat16 *zero;
+    const void *range;        // the extremes of x that ranks agreed on, or null
+    void *y;                  // [rows, outputs]
+};
+
+Size linear(const Linear &asked, Team &team) {
+    const Kernels kernels = kernels_of(Kind(asked.kind), asked.level);
+    const Size rows = asked.rows, columns = asked.columns;
     Job job{};
-    job.kind = Kind(kind), job.type = Type(type), job.rows = rows, job.columns = columns, job.outputs = outputs;
-    job.x = x, job.x_stride = columns, job.weight = weight, job.scale = scale, job.y = y;
-    job.zero = static_cast<const BFloat16 *>(zero), job.group = group, job.groups = group ? columns / group : 0;
+    job.kind = Kind(asked.kind), job.type = Type(asked.type), job.rows = rows, job.columns = columns;
+    job.outputs = asked.outputs, job.x = asked.x, job.x_stride = columns, job.weight = asked.weight;
+    job.scale = asked.scale, job.zero = asked.zero, job.y = asked.y;
+    job.group = asked.group, job.groups = asked.group ? columns / asked.group : 0;
     std::unique_ptr<uint8_t, Free> scratch;
     if (int digits = kernels.digits) {
         job.x_stride = up(columns, BLOCK), job.sums_stride = up(job.groups, 16);
@@ -558,20 +573,29 @@ void linear(int kind, int level, int type, Size rows, Size columns, Size outputs
         auto shifts = reinterpret_cast<int32_t *>(at[2]);
         std::memset(sums, 0, parts[3]);
         job.x = at[0], job.x_scale = scales, job.shift = shifts, job.sums = sums;
-        kernels.prepare(job, {x, range, at[0], scales, shifts, sums});
+        kernels.prepare(job, {asked.x, asked.range, at[0], scales, shifts, sums});
     }
-    run(job, kernels.linear, threads);
+    run(job, kernels.linear, team);
+    return DONE;
 }
 
-// Outputs first to last of a weight as bfloat16, to [last - first, columns]. For level 2.
-void widen_rows(int kind, Size first, Size last, Size columns, const uint8_t *weight, const void *scale,
-                const void *zero, Size group, void *to, int threads) {
+struct Widen {  // `_Widen` in small_m.py
+    Size kind, first, last, columns, group;
+    const uint8_t *weight;
+    const void *scale;
+    const BFloat16 *zero;
+    void *to;  // [last - first, columns]
+};
+
+// Outputs first to last of a weight as bfloat16. For level 2.
+Size widen_rows(const Widen &asked, Team &team) {
     Job job{};
-    job.kind = Kind(kind), job.first = first, job.outputs = last, job.columns = columns, job.weight = weight;
-    job.x_stride = up(columns, BLOCK), job.scale = scale, job.zero = static_cast<const BFloat16 *>(zero);
-    job.group = group, job.groups = group ? columns / group : 0, job.y = to;
+    job.kind = Kind(asked.kind), job.first = asked.first, job.outputs = asked.last, job.columns = asked.columns;
+    job.x_stride = up(asked.columns, BLOCK), job.weight = asked.weight, job.scale = asked.scale, job.zero = asked.zero;
+    job.group = asked.group, job.groups = asked.group ? asked.columns / asked.group : 0, job.y = asked.to;
 #if defined(__x86_64__)
-    run(job, widen_avx512, threads);
+    run(job, widen_avx512, team);
 #endif
+    return DONE;
 }
 }

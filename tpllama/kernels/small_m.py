@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpllama.native import library
-from tpllama.recording import call
+from tpllama.recording import Reads, call, callable_in, fields
 
 # int8_tiles: int8_dynamic as amx.py lays it.
 Kind = Literal["plain", "int8", "float8", "int8_dynamic", "int8_tiles", "int4", "int4_dynamic"]
@@ -37,12 +37,26 @@ def _native() -> ctypes.CDLL | str:
     compiled = library(Path(__file__).with_name("small_m.cpp"))
     if isinstance(compiled, str):
         return compiled
-    pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-    compiled.linear.argtypes = (number,) * 3 + (size,) * 3 + (pointer,) * 4 + (size,) + (pointer,) * 2 + (number,)
-    compiled.widen_rows.argtypes = (number,) + (size,) * 3 + (pointer,) * 3 + (size, pointer, number)
-    compiled.extremes.argtypes = (number,) * 2 + (size,) * 2 + (pointer,) * 2
-    compiled.linear.restype = compiled.widen_rows.restype = compiled.extremes.restype = None
+    callable_in(compiled, "linear", "extremes", "widen_rows")
     return compiled if compiled.level() >= _AVX2 else "this processor has no AVX2"
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` of small_m.cpp."""
+
+    _fields_ = fields("kind level type rows columns outputs group", "x weight scale zero range y")
+
+
+class _Extremes(ctypes.Structure):
+    """`Extremes` of small_m.cpp."""
+
+    _fields_ = fields("level type rows columns", "x to")
+
+
+class _Widen(ctypes.Structure):
+    """`Widen` of small_m.cpp."""
+
+    _fields_ = fields("kind first last columns group", "weight scale zero to")
 
 
 def _compiled() -> ctypes.CDLL:
@@ -124,19 +138,17 @@ def _linear(
     agreed = None if agreed is None else agreed.contiguous()
     count, columns = rows.shape
     y = rows.new_empty(count, outputs)
-    call(
-        _compiled().linear, KINDS[kind], _level(), _TYPES[rows.dtype],
-        count, columns, outputs, rows.data_ptr(), weight.data_ptr(),
-        None if scale is None else scale.data_ptr(), None if zero is None else zero.data_ptr(), group_size,
-        None if agreed is None else agreed.data_ptr(), y.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    addresses = (None if each is None else each.data_ptr() for each in (rows, weight, scale, zero, agreed, y))
+    asked = _Linear(KINDS[kind], _level(), _TYPES[rows.dtype], count, columns, outputs, group_size, *addresses)
+    call(_compiled().linear, asked, Reads(weight.nbytes, 1, asked.weight))
     return y
 
 
 def _extremes(rows: Tensor) -> Tensor:
     rows = rows.contiguous()
     found = rows.new_empty(2, rows.shape[0])
-    call(_compiled().extremes, _level(), _TYPES[rows.dtype], *rows.shape, rows.data_ptr(), found.data_ptr())
+    asked = _Extremes(_level(), _TYPES[rows.dtype], *rows.shape, rows.data_ptr(), found.data_ptr())
+    call(_compiled().extremes, asked)
     return found
 
 
@@ -146,10 +158,8 @@ def _widen(
 ) -> Tensor:  # fmt: skip
     """Outputs first to last, bfloat16 [last - first, columns]."""
     wide = torch.empty(last - first, columns, dtype=torch.bfloat16)
-    _compiled().widen_rows(
-        KINDS[kind], first, last, columns, weight.data_ptr(), None if scale is None else scale.data_ptr(),
-        None if zero is None else zero.data_ptr(), group_size, wide.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    addresses = (None if each is None else each.data_ptr() for each in (weight, scale, zero, wide))
+    call(_compiled().widen_rows, _Widen(KINDS[kind], first, last, columns, group_size, *addresses))
     return wide
 
 

@@ -8,6 +8,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "../team.h"
+
 #define INLINE inline __attribute__((always_inline))
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -19,7 +21,6 @@
 
 namespace {
 
-using Size = std::ptrdiff_t;
 struct BFloat16 { uint16_t bits; };
 using Float16 = _Float16;
 enum Type { FLOAT32, BFLOAT16, FLOAT16 };

@@ -18,6 +18,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "../team.h"
+
 // The loops are compiled for each of these, and the processor's best is chosen when the library is loaded.
 #if defined(__x86_64__) && __GNUC__ >= 12
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -35,7 +37,7 @@ using Counter = std::atomic<int64_t>;
 using Clock = std::chrono::steady_clock;
 static_assert(Counter::is_always_lock_free);
 
-constexpr int64_t NOBODY = -1, COUNTER_STRIDE = 8;  // a cache line each
+constexpr int64_t NOBODY = DONE, COUNTER_STRIDE = 8;  // a cache line each
 // From here on a rank adds up its share of a message and takes the other shares from the ranks that added those: two
 // waits in place of one, but less to read.
 constexpr int64_t SHARED_BYTES = 1 << 13;
@@ -72,16 +74,10 @@ void enter(State& s) {
   if (counter(s, s.size).load() > 0) futex(s, s.rank, FUTEX_WAKE, INT32_MAX);
 }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 // Whether `rank` is in before patience ends, or a signal wants to be seen.
-bool wait(State& s, int64_t rank) {
+bool wait(State& s, int64_t rank, Team& team) {
   if (s.spins > 0 && s.late != rank) {  // with cores for all, and not after a sleep
-    for (int64_t spins = s.spins; spins > 0 && !is_in(s, rank); --spins) relax();
+    for (int64_t spins = s.spins; spins > 0 && !is_in(s, rank); --spins) fetch_some(team);
     if (!is_in(s, rank))
       for (const auto end = Clock::now() + YIELDING; !is_in(s, rank) && Clock::now() < end;) sched_yield();
   }
@@ -97,14 +93,14 @@ bool wait(State& s, int64_t rank) {
 
 // Prepares a slot, enters and waits for all: then their slots may be read until the next operation is entered. Does
 // only what is left to do if this is a call's `nth` operation and it was entered before.
-template <class Prepare> bool meet(State& s, int64_t nth, Prepare prepare) {
+template <class Prepare> bool meet(State& s, int64_t nth, Team& team, Prepare prepare) {
   if (s.entered < nth) {
     prepare(next_slot(s));
     enter(s);
     s.entered = nth;
   }
   for (int64_t rank = 0; rank < s.size; ++rank)
-    if (!wait(s, rank)) return false;
+    if (!wait(s, rank, team)) return false;
   return true;
 }
 
@@ -191,13 +187,13 @@ void combine_all(const State& s, const char* own, int64_t kind, bool is_max, cha
   for (int64_t rank = 2; rank < s.size; ++rank) combine(kind, is_max, out, out, from(rank), end - begin);
 }
 
-bool reduce_small(State& s, char* x, int64_t bytes, int64_t kind, bool is_max) {
-  if (!meet(s, 1, [=](char* own) { std::memcpy(own, x, bytes); })) return false;
+bool reduce_small(State& s, Team& team, char* x, int64_t bytes, int64_t kind, bool is_max) {
+  if (!meet(s, 1, team, [=](char* own) { std::memcpy(own, x, bytes); })) return false;
   combine_all(s, slot(s, s.rank, s.operation), kind, is_max, x, 0, bytes);  // not from x, which is written to
   return true;
 }
 
-bool reduce_shared(State& s, char* x, int64_t bytes, int64_t kind, bool is_max) {
+bool reduce_shared(State& s, Team& team, char* x, int64_t bytes, int64_t kind, bool is_max) {
   const int64_t share = (bytes / s.size / 64 + 1) * 64;
   const auto border = [=](int64_t rank) { return std::min(rank * share, bytes); };
   const int64_t begin = border(s.rank), end = border(s.rank + 1);
@@ -206,7 +202,7 @@ bool reduce_shared(State& s, char* x, int64_t bytes, int64_t kind, bool is_max) 
     std::memcpy(own + end, x + end, bytes - end);
   };
   const auto give_result = [&](char* own) { combine_all(s, x, kind, is_max, own, begin, end); };
-  if (!meet(s, 1, give_others_shares) || !meet(s, 2, give_result)) return false;
+  if (!meet(s, 1, team, give_others_shares) || !meet(s, 2, team, give_result)) return false;
   for (int64_t rank = 0; rank < s.size; ++rank)
     std::memcpy(x + border(rank), slot(s, rank, s.operation) + border(rank), border(rank + 1) - border(rank));
   return true;
@@ -227,22 +223,38 @@ template <class Step> int64_t in_parts(State& s, int64_t total, Step step) {
 
 }  // namespace
 
-extern "C" int64_t reduce(State* s, char* x, int64_t bytes, int64_t kind, int64_t is_max) {
-  return in_parts(*s, bytes, [=](int64_t done, int64_t part) {
-    return (part < SHARED_BYTES ? reduce_small : reduce_shared)(*s, x + done, part, kind, is_max != 0);
+// What is asked of a function: `_Reduce`, `_Gather` and `_Exchange` in shared_memory.py.
+struct Reduce {
+  int64_t bytes, kind, is_max;
+  State* state;
+  char* x;
+};
+struct Gather {
+  int64_t bytes;
+  State* state;
+  const char* x;
+  char* out;
+};
+struct Exchange { State* state; };
+
+extern "C" Size reduce(const Reduce& asked, Team& team) {
+  return in_parts(*asked.state, asked.bytes, [&](int64_t done, int64_t part) {
+    const auto way = part < SHARED_BYTES ? reduce_small : reduce_shared;
+    return way(*asked.state, team, asked.x + done, part, asked.kind, asked.is_max != 0);
   });
 }
 
-extern "C" int64_t gather(State* s, const char* x, char* out, int64_t bytes) {
-  return in_parts(*s, bytes, [=](int64_t done, int64_t part) {
-    if (!meet(*s, 1, [=](char* own) { std::memcpy(own, x + done, part); })) return false;
-    for (int64_t rank = 0; rank < s->size; ++rank)
-      std::memcpy(out + rank * bytes + done, slot(*s, rank, s->operation), part);
+extern "C" Size gather(const Gather& asked, Team& team) {
+  State& s = *asked.state;
+  return in_parts(s, asked.bytes, [&](int64_t done, int64_t part) {
+    if (!meet(s, 1, team, [&](char* own) { std::memcpy(own, asked.x + done, part); })) return false;
+    for (int64_t rank = 0; rank < s.size; ++rank)
+      std::memcpy(asked.out + rank * asked.bytes + done, slot(s, rank, s.operation), part);
     return true;
   });
 }
 
 // For messages that the caller copies in and out itself.
-extern "C" int64_t exchange(State* s) {
-  return in_parts(*s, 1, [=](int64_t, int64_t) { return meet(*s, 1, [](char*) {}); });
+extern "C" Size exchange(const Exchange& asked, Team& team) {
+  return in_parts(*asked.state, 1, [&](int64_t, int64_t) { return meet(*asked.state, 1, team, [](char*) {}); });
 }

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tpllama.native import library
 from tpllama.parallel.collectives import RankLost
+from tpllama.recording import call, callable_in, fields
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _SLOT_BYTES = 1 << 18
@@ -55,6 +56,24 @@ class _State(ctypes.Structure):
     operation: int
 
 
+class _Reduce(ctypes.Structure):
+    """`Reduce` of shared_memory.cpp."""
+
+    _fields_ = fields("bytes kind is_max", "state x")
+
+
+class _Gather(ctypes.Structure):
+    """`Gather` of shared_memory.cpp."""
+
+    _fields_ = fields("bytes", "state x out")
+
+
+class _Exchange(ctypes.Structure):
+    """`Exchange` of shared_memory.cpp."""
+
+    _fields_ = fields("", "state")
+
+
 def is_available() -> bool:
     """Whether this process can talk this way to others on its host: stores keep their order, or C++ minds it."""
     return hasattr(os, "memfd_create") and (platform.machine() in ("x86_64", "AMD64") or _native() is not None)
@@ -65,13 +84,23 @@ def _native() -> ctypes.CDLL | None:
     native = library(_SOURCE)
     if isinstance(native, str):
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    native.reduce.argtypes = (pointer, pointer, number, number, number)
-    native.gather.argtypes = (pointer, pointer, pointer, number)
-    native.exchange.argtypes = (pointer,)
-    for function in (native.reduce, native.gather, native.exchange):
-        function.restype = number
+    callable_in(native, "reduce", "gather", "exchange")
     return native
+
+
+class _Waiter:
+    """Has deaths and Ctrl-C seen while a function of shared_memory.cpp waits."""
+
+    def __init__(self, ranks: SharedMemoryRanks) -> None:
+        self._ranks = ranks
+
+    def check(self, rank: int) -> None:
+        self._ranks._check_alive(rank)
+
+    def give_up(self) -> None:
+        """The next call begins anew."""
+        state = self._ranks._state
+        state.done, state.entered, state.late = 0, 0, -1
 
 
 class SharedMemoryRanks:
@@ -92,6 +121,7 @@ class SharedMemoryRanks:
         numbers = (self.rank, self.size, _SLOT_BYTES, _NATIVE_SPINS if self._spins else 0)
         self._state = _State(*numbers, data.data_ptr(), self._slots.data_ptr(), 0, 0, 0, -1)
         self._state_at = ctypes.addressof(self._state)
+        self._waiter = _Waiter(weakref.proxy(self))
         self._reduce_in_graph = self._operator()
         self._kinds = {dtype: kind for kind, dtype in enumerate(_NATIVE_DTYPES)} if self._native else {}
 
@@ -147,7 +177,8 @@ class SharedMemoryRanks:
         kind = self._kinds.get(x.dtype)
         if kind is None or self._native is None:
             return self._reduce_by_torch(x, combine)
-        self._call(self._native.reduce, x.data_ptr(), x.nbytes, kind, combine is torch.maximum)
+        asked = _Reduce(x.nbytes, kind, combine is torch.maximum, self._state_at, x.data_ptr())
+        call(self._native.reduce, asked, waiter=self._waiter)
         return x
 
     def _reduce_by_torch(self, x: Tensor, combine: Callable[..., Tensor]) -> Tensor:
@@ -164,7 +195,8 @@ class SharedMemoryRanks:
         x = x.contiguous()
         gathered = torch.empty(self.size, *x.shape, dtype=x.dtype)
         if self._native is not None:
-            self._call(self._native.gather, x.data_ptr(), gathered.data_ptr(), x.nbytes)
+            asked = _Gather(x.nbytes, self._state_at, x.data_ptr(), gathered.data_ptr())
+            call(self._native.gather, asked, waiter=self._waiter)
             return gathered
         per_slot = _SLOT_BYTES // x.element_size()
         parts = gathered.view(self.size, x.numel()).split(per_slot, dim=1)
@@ -201,7 +233,7 @@ class SharedMemoryRanks:
     def _enter(self) -> Tensor:
         """Counts this rank in and waits for all others: their slots of this operation, [size, bytes]."""
         if self._native is not None:
-            self._call(self._native.exchange)
+            call(self._native.exchange, _Exchange(self._state_at), waiter=self._waiter)
             return self._slots[:, self._state.operation & 1]
         self._state.operation += 1
         counters, operation = self._counters, self._state.operation
@@ -213,15 +245,6 @@ class SharedMemoryRanks:
             if counters[place] < operation:
                 self._wait(other, place, operation)
         return self._slots[:, operation & 1]
-
-    def _call(self, function: Callable[..., int], *arguments: int) -> None:
-        """A function of shared_memory.cpp. While it waits, it returns now and then, to have deaths and Ctrl-C seen."""
-        try:
-            while (late := function(self._state_at, *arguments)) >= 0:
-                self._check_alive(late)
-        except BaseException:  # broken off: the next call begins anew
-            self._state.done, self._state.entered, self._state.late = 0, 0, -1
-            raise
 
     def _wait(self, other: int, place: int, operation: int) -> None:
         started = checked = time.monotonic()
