@@ -22,7 +22,7 @@ from tpllama.recording import Reads, call, callable_in, fields
 _KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_tiles": 3, "int4": 4, "int4_dynamic": 5}
 # From this many rows of activations on they beat small_m.cpp, which has no tiles.
 MANY_ROWS: dict[str, int] = {"plain": 4, "int8": 7, "float8": 6, "int8_tiles": 0, "int4": 6, "int4_dynamic": 8}
-TILE_OUTPUTS, TILE_COLUMNS = 32, 64  # of two tiles, one below the other, in which weights are laid
+TILE_OUTPUTS, TILE_COLUMNS = 32, 64  # of two tiles, one below the other: weights are filled up to these
 
 
 @functools.cache
@@ -69,12 +69,11 @@ def fits(kind: Kind, rows: Tensor) -> bool:
 
 
 def tiles_of(weight: Tensor) -> Tensor:
-    """int8 [outputs, columns] as the tiles that are multiplied: [outputs / 32, columns / 64, 2, 16, 64], with zeros
-    beyond the last."""
+    """int8 [outputs, columns] as the tiles that are multiplied: [outputs / 16, columns / 64, 16, 64], with zeros up to a
+    multiple of 32 outputs."""
     outputs, columns = weight.shape
     padded = F.pad(weight, (0, -columns % TILE_COLUMNS, 0, -outputs % TILE_OUTPUTS))
-    blocks = padded.view(-1, 2, TILE_OUTPUTS // 2, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
-    return blocks.permute(0, 3, 1, 2, 4).contiguous()
+    return padded.view(-1, 16, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS).transpose(1, 2).contiguous()
 
 
 def tiles_bytes(outputs: int, columns: int) -> int:

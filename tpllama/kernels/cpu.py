@@ -127,7 +127,7 @@ class Int8TilesLinear(nn.Module):
     def __init__(self, tiles: Tensor, scale: Tensor, bias: Tensor | None, agree_max: AgreeMax | None) -> None:
         super().__init__()
         self.out_features = len(scale)
-        self.is_padded = self.out_features < len(tiles) * amx.TILE_OUTPUTS
+        self.is_padded = self.out_features < 16 * len(tiles)
         self.register_buffer("tiles", tiles)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)

@@ -23,10 +23,8 @@ struct alignas(64) Configuration {
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-// token_row: bytes of a row of those tiles that hold tokens, and what becomes of them: all but the left ones, 4 and 5.
-INLINE void configure(uint16_t token_row = 64) {
+INLINE void configure() {
     Configuration all;
-    for (int tile : {0, 1, 2, 3, 6, 7}) all.row_bytes[tile] = token_row;
     asm volatile("ldtilecfg %0" ::"m"(all) : "memory");
 }
 INLINE void release() { asm volatile("tilerelease" ::: "memory"); }
