@@ -134,11 +134,16 @@ class _Loader:
         def place(tensors: Iterator[Tensor]) -> None:
             own_bias = next(tensors) if bias else None
             agree_max = self.ranks.max if is_row_split else None
-            packed = pack(weight_of(tensors), own_bias, self.device.type, agree_max)
+            packed = pack(weight_of(tensors), own_bias, self.device.type, agree_max, is_shared=self._is_embedding(name))
             is_placed_later = self.is_fused and ".layers." in name
             model.set_submodule(name, packed if is_placed_later else self.memory.place(packed))
 
         return [*bias, *jobs], place
+
+    def _is_embedding(self, name: str) -> bool:
+        """Whether a linear's weight is the embedding's, one memory for both."""
+        is_plain = self.blueprint.decisions[name].recipe is None
+        return name == HEAD and self.blueprint.config.tie_word_embeddings and is_plain
 
     def _weight(
         self, name: str, linear: nn.Linear, model: Llama, is_row_split: bool
@@ -146,7 +151,7 @@ class _Loader:
         """What to read for a linear's weight, and the plain or neutral tensor that becomes of it."""
         recipe = self.blueprint.decisions[name].recipe
         is_tied = name == HEAD and self.blueprint.config.tie_word_embeddings
-        if is_tied and recipe is None:
+        if self._is_embedding(name):
             return [], lambda _: model.model.embed_tokens.weight.detach()
         rows, columns = owned_slices(linear.weight)
         source = f"{EMBEDDING if is_tied else name}.weight"

@@ -2,7 +2,7 @@
 
 A decode step of one text makes some 150 calls of a few microseconds each, and what Python does between them takes
 longer than all attention. The calls of a step of so many tokens are always the same, but for what a few tensors hold.
-So they are made again by replay.cpp, by all threads together, which fetch what they read next where they would wait.
+So they are made again by replay.cpp, by all threads together.
 
 A C function that can be recorded takes the address of a structure, what is asked of it, and that of a `Team` (team.h).
 """
@@ -39,22 +39,16 @@ def fields(sizes: str, pointers: str, reals: str = "") -> tuple[tuple[str, Any],
     return tuple((name, kind) for kind, names in kinds for name in names.split())
 
 
-class Reads(ctypes.Structure):
-    """What a call reads from memory: `parts` of equal length behind each other, each shared out among threads."""
-
-    _fields_ = fields("bytes parts", "start")
-
-
 class _Team(ctypes.Structure):
     """`Team` of team.h."""
 
-    _fields_ = (*fields("size rank turn fetched", "arrivals"), ("next", Reads))
+    _fields_ = fields("size rank turn", "arrivals")
 
 
 class _Call(ctypes.Structure):
     """`Call` of replay.cpp."""
 
-    _fields_ = (*fields("is_by_one", ""), ("reads", Reads), *fields("", "function arguments"))
+    _fields_ = fields("is_by_one", "function arguments")
 
 
 class Waiter(Protocol):
@@ -72,7 +66,6 @@ class Call(NamedTuple):
 
     function: Any
     arguments: ctypes.Structure
-    reads: Reads | None = None
     waiter: Waiter | None = None
 
     def __call__(self) -> None:
@@ -135,7 +128,7 @@ class _Program:
         self._waiters = [call.waiter for call in calls if call.waiter is not None]
         self._calls = (_Call * len(calls))()
         for made, call in zip(self._calls, calls, strict=True):
-            made.is_by_one, made.reads = call.waiter is not None, call.reads or Reads()
+            made.is_by_one = call.waiter is not None
             made.function = ctypes.cast(call.function, ctypes.c_void_p).value
             made.arguments = ctypes.addressof(call.arguments)
 
@@ -197,11 +190,10 @@ def callable_in(compiled: ctypes.CDLL, *names: str) -> None:
 def call(
     function: Any,
     arguments: ctypes.Structure,
-    reads: Reads | None = None,
     waiter: Waiter | None = None,
 ) -> None:
     """Calls a C function now and, if this is recorded, whenever it is replayed."""
-    made = Call(function, arguments, reads, waiter)
+    made = Call(function, arguments, waiter)
     made()
     if (current := _current.get()) is not None:
         current.calls.append(made)

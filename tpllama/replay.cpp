@@ -8,19 +8,9 @@
 
 struct Call {  // `_Call` in recording.py
     Size is_by_one;  // one thread makes it; else all do
-    Reads reads;
     Size (*function)(const void *arguments, Team &team);
     const void *arguments;
 };
-
-namespace {
-
-// What call `first`, or the first one after it that reads from memory, reads.
-Reads reads_from(const Call *calls, Size first, Size count) {
-    while (first < count && !calls[first].reads.bytes) first++;
-    return first < count ? calls[first].reads : Reads{};
-}
-}  // namespace
 
 extern "C" {
 
@@ -32,10 +22,9 @@ Size replay(const Call *calls, Size first, Size count, Size threads, Size *ended
     *ended = DONE;
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Team team{omp_get_num_threads(), omp_get_thread_num(), 0, 0, arrivals.data(), {}};
+        Team team{omp_get_num_threads(), omp_get_thread_num(), 0, arrivals.data()};
         for (Size i = first; i < count; i++) {
             const Call &call = calls[i];
-            if (i == first || call.reads.bytes) team.next = reads_from(calls, i + 1, count), team.fetched = 0;
             if (!call.is_by_one) {
                 call.function(call.arguments, team);
                 continue;

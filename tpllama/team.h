@@ -11,51 +11,30 @@ namespace {
 
 using Size = std::ptrdiff_t;
 
-// What a later call reads from memory: `parts` of equal length behind each other, each shared out in the threads' order.
-struct Reads {
-    Size bytes, parts;
-    const char *from;
-};
-
 struct alignas(64) Arrival { std::atomic<Size> meetings{0}; };
 
 struct Team {  // `_Team` in recording.py
     Size size;          // threads
     Size rank;          // of this thread in a team, or -1: it makes the call alone
     Size turn;          // of those who do something alone, in a team
-    Size fetched;       // lines of what is read next
     Arrival *arrivals;  // of a team's threads
-    Reads next;
 };
 
-constexpr Size LINE = 64, LINES = 4;         // bytes that are fetched at once, and how many between two looks at others
-constexpr Size MOST_FETCHED = (512 << 10) / LINE;  // lines: they stay in a core's own cache until they are read
-constexpr Size SPINS = 20000;                // then a thread gives way: there are fewer cores than threads
+constexpr Size SPINS = 20000;  // then a thread gives way: there may be fewer cores than threads
 
-// To be called while waiting, when memory would have nothing to do: fetches a little of what this thread reads next.
-inline void fetch_some(Team &team) {
-    const Reads &next = team.next;
-    const Size part = next.parts ? next.bytes / next.parts : 0, own = part / team.size / LINE;  // own lines of a part
-    if (team.fetched >= MOST_FETCHED || team.fetched >= own * next.parts) {
+inline void relax() {
 #if defined(__x86_64__)
-        __builtin_ia32_pause();
+    __builtin_ia32_pause();
 #endif
-        return;
-    }
-    const char *begin = next.from + part / team.size * (team.rank > 0 ? team.rank : 0);
-    for (Size i = 0; i < LINES; i++, team.fetched++)
-        __builtin_prefetch(begin + team.fetched % next.parts * part + team.fetched / next.parts * LINE, 0, 2);
 }
 
 // All of a team come here, and see what each wrote before it did.
-inline void meet(Team &team) {
+inline void meet(const Team &team) {
     const Size meeting = team.arrivals[team.rank].meetings.load(std::memory_order_relaxed) + 1;
     team.arrivals[team.rank].meetings.store(meeting, std::memory_order_release);
     for (Size other = 0; other < team.size; other++)
-        for (Size spins = 0; team.arrivals[other].meetings.load(std::memory_order_acquire) < meeting; spins++) {
-            fetch_some(team);
-            if (spins > SPINS) sched_yield();
-        }
+        for (Size spins = 0; team.arrivals[other].meetings.load(std::memory_order_acquire) < meeting; spins++)
+            spins < SPINS ? relax() : void(sched_yield());
 }
 
 inline bool is_together(const Team &team) { return team.rank >= 0; }

@@ -1,9 +1,8 @@
 // y = x times the transpose of w, for many rows of x (tokens), on Intel's AMX: tiles of 16 rows of 64 bytes.
 //
-// w's outputs are the rows of left tiles, so what comes out is y's transpose. int8 of dynamic tokens lies as tiles from
-// loading on. Other kinds are read as small_m.cpp has them: bfloat16 for few tokens from where it lies, and else a unit
-// of w (64 outputs by 32 steps of 64 bytes) is unpacked into tiles that lie behind each other. Tokens are packed once,
-// into right tiles.
+// w is read as small_m.cpp has it; its outputs are the rows of left tiles, so what comes out is y's transpose. bfloat16
+// for few tokens is read from where it lies; else a unit of w (64 outputs by 32 steps of 64 bytes) is unpacked into
+// tiles that lie behind each other. Tokens are packed once, into right tiles.
 // Each sum is made in the order of k, whatever the number of tokens or threads.
 //
 // Gated, w has the outputs of two, gate and up, and y is silu(gate) * up: half as much to write, and nothing to read.
@@ -14,105 +13,56 @@
 
 namespace {
 
-enum Kind { PLAIN, INT8, FLOAT8, INT8_TILES, INT4, INT4_DYNAMIC };  // as small_m.cpp counts
+enum Kind { PLAIN, INT8, FLOAT8, INT8_DYNAMIC, INT4, INT4_DYNAMIC };  // as small_m.cpp counts; not INT8_DYNAMIC
 
-constexpr Size BLOCK = 32;      // steps of a unit, at the most; where tiles are read once, as they come, all
-constexpr Size AHEAD = 8192;    // bytes that are fetched ahead then
+constexpr Size BLOCK = 32;      // steps of a unit
 constexpr Size PANEL = 32;      // outputs that are multiplied at once
 constexpr Size PANELS = 2;      // of a unit
 constexpr Size ROW_STEPS = 4;   // steps of a row that are unpacked at once: a line of int4
-constexpr Size AT_ONCE = 512;   // tokens
-constexpr Size TOKENS_OF_GROUP = 192;  // of threads, at the least
-constexpr Size CACHED = 1 << 20;  // bytes of tokens that are read again from the cache for each panel
-constexpr Size LARGE = 4 << 20;   // bytes of y
-constexpr Size UNITS = 4;       // that share a reading of tokens that are more
 
 struct Job {
     Size tokens, columns, outputs;
-    const BFloat16 *x;         // [tokens, columns]
-    const uint8_t *weight;     // INT8_TILES: [outputs / 16][steps][16 outputs][64 columns], zeros up to 32 outputs
+    Tokens x;
+    const uint8_t *weight;
     Size row_bytes;            // from one output to the next
-    const void *scale;         // of rows: bfloat16, for INT8_TILES float; of groups: bfloat16 [outputs, groups]
+    const BFloat16 *scale;     // of rows, or of groups [outputs, groups]
     const BFloat16 *zero;      // of groups, or null
     Size group_shift, groups;  // a group has two to the power of it columns
-    const BFloat16 *extremes;  // [2, extremes_stride] where ranks agreed on them; or none
-    Size extremes_stride;
     bool is_gated;             // rows outputs to 2 * outputs of w are those of up
     BFloat16 *y;               // [tokens, outputs]
-    bool is_large;             // y leaves the cache before anybody reads it: written past it, in whole lines
+    bool is_large;             // y is written past the cache
 
     Size steps, tiles;         // of columns, of tokens
-    Size block;                // steps of a unit
     Size first_tile, end_tile; // of those that a thread multiplies
     uint8_t *packed;           // tokens: [blocks of steps][tiles][steps of the block][16 of k][16 tokens], 4 bytes each
     float *token_scale;        // [tiles * 16]
 };
 
-constexpr bool is_dynamic(Kind kind) { return kind == INT8_TILES || kind == INT4_DYNAMIC; }
-constexpr Size step_columns(Kind kind) { return kind == INT8_TILES ? 64 : 32; }
+constexpr Size STEP = 32;  // columns
+constexpr Form form_of(Kind kind) { return kind == INT4_DYNAMIC ? INTEGERS : AS_THEY_ARE; }
 // So many tokens are multiplied with rows of w where they lie; more, which read them again and again, pay for a copy.
 constexpr Size direct_tokens(Kind kind) { return kind == PLAIN ? 32 : 0; }
 
 // ---- tokens
 
-template <Kind kind> AVX512 INLINE Mapping mapping(const Job &job, Size m) {
-    BFloat16 range[2];
-    if (job.extremes) range[0] = job.extremes[m], range[1] = job.extremes[job.extremes_stride + m];
-    else extremes_of(job.x + m * job.columns, job.columns, range, range + 1);
-    Range wide{widen(range[0]), widen(range[1])};
-    return kind == INT8_TILES ? symmetric<BFloat16>(wide) : asymmetric(wide);
-}
-
-AVX512 INLINE void scaled32(const BFloat16 *x, Size k, Size columns, float factor, __m512 *to) {
-    __m512i words = _mm512_maskz_loadu_epi16(first32(columns - k), x + k);
-    to[0] = _mm512_mul_ps(widen16(_mm512_castsi512_si256(words)), _mm512_set1_ps(factor));
-    to[1] = _mm512_mul_ps(widen16(_mm512_extracti64x4_epi64(words, 1)), _mm512_set1_ps(factor));
-}
-
-// 64 bytes of a token as they are multiplied, from column k; zero beyond the last.
-template <Kind kind> AVX512 INLINE __m512i token64(const BFloat16 *x, Size k, Size columns, const Mapping &q) {
-    if constexpr (!is_dynamic(kind)) return _mm512_maskz_loadu_epi16(first32(columns - k), x + k);
-    __m512 values[4];
-    scaled32(x, k, columns, q.inverse, values);
-    if constexpr (kind == INT8_TILES) {
-        scaled32(x, k + 32, columns, q.inverse, values + 2);
-        __m512i whole[4];
-        #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) whole[i] = _mm512_cvtps_epi32(values[i]);
-        __m512i low = _mm512_packs_epi32(whole[0], whole[1]), high = _mm512_packs_epi32(whole[2], whole[3]);
-        __m512i bytes = _mm512_packs_epi16(low, high);  // limited by saturation; fours of them out of order
-        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-        return _mm512_maskz_mov_epi8(first64(columns - k), _mm512_permutexvar_epi32(order, bytes));
-    } else {  // the integers less their zero point: exact in bfloat16
-        const __m512i zero = _mm512_set1_epi32(q.zero);
-        for (int i = 0; i < 2; i++) {
-            __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(round16(values[i])), zero);
-            whole = limited16(_mm512_cvtps_epi32(round16(_mm512_cvtepi32_ps(whole))));
-            values[i] = _mm512_cvtepi32_ps(_mm512_sub_epi32(whole, zero));
-        }
-        return _mm512_maskz_mov_epi16(first32(columns - k), (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
-    }
-}
-
 INLINE uint8_t *packed_at(const Job &job, Size tile, Size step) {
-    Size block = step / job.block * job.block, steps = std::min(job.steps - block, job.block);
+    Size block = step / BLOCK * BLOCK, steps = std::min(job.steps - block, BLOCK);
     return job.packed + (block * job.tiles + tile * steps + step - block) * TILE;
 }
 
 // 16 tokens as they are multiplied.
 template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
-    const Size first = tile * 16, count = std::min(job.tokens - first, Size(16)), each = step_columns(kind);
-    const BFloat16 *x = job.x + first * job.columns;
-    Mapping mappings[16] = {};
+    const Size first = tile * 16, count = std::min(job.tokens - first, Size(16));
+    Mapping mappings[16];
     for (Size i = 0; i < 16; i++) {
-        if (is_dynamic(kind) && i < count) mappings[i] = mapping<kind>(job, first + i);
-        job.token_scale[first + i] = is_dynamic(kind) && i < count ? mappings[i].scale : 1;
+        mappings[i] = i < count ? mapping<form_of(kind)>(job.x, first + i) : Mapping{1, 1, 0};
+        job.token_scale[first + i] = mappings[i].scale;
     }
     for (Size step = 0; step < job.steps; step++) {
         __m512i rows[16];
         #pragma GCC unroll 16
         for (Size i = 0; i < 16; i++)
-            if (i < count) rows[i] = token64<kind>(x + i * job.columns, step * each, job.columns, mappings[i]);
+            if (i < count) rows[i] = token64<form_of(kind)>(job.x, first + i, step * STEP, mappings[i]);
             else rows[i] = _mm512_setzero_si512();
         transpose(rows);
         auto to = reinterpret_cast<__m512i *>(packed_at(job, tile, step));
@@ -136,7 +86,6 @@ INLINE Size row_of(const Job &job, const Unit &unit, Size panel) {
 
 // Where a step of a row begins; a block of int4 holds 128 columns in 64 bytes, the first half in their low halves.
 template <Kind kind> INLINE const uint8_t *source(const Job &job, Size row, Size step) {
-    if (kind == INT8_TILES) return job.weight + (row / 16 * job.steps + step) * TILE;
     Size at = kind >= INT4 ? step / 4 * 64 + step % 2 * 32 : step * (kind == PLAIN ? 64 : 32);
     return job.weight + row * job.row_bytes + at;
 }
@@ -161,7 +110,7 @@ template <Kind kind> AVX512 INLINE __m512i widen32(__m256i bytes) {
 AVX512 INLINE __m512i values_of(const Job &job, Size group) {
     const __m512 integers = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
     const float zero = job.zero ? widen(job.zero[group]) : 0;
-    __m512 values = _mm512_mul_ps(integers, _mm512_set1_ps(widen(static_cast<const BFloat16 *>(job.scale)[group])));
+    __m512 values = _mm512_mul_ps(integers, _mm512_set1_ps(widen(job.scale[group])));
     return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(values, _mm512_set1_ps(zero))));
 }
 
@@ -173,7 +122,7 @@ AVX512 INLINE void unpack(const Job &job, Size row, Size first, Size last, uint8
     __m512i values{};
     for (Size step = first; step < last; step++, to += 2 * TILE) {
         const uint8_t *from = source<kind>(job, row, step);
-        const Size left = columns - step * step_columns(kind);
+        const Size left = columns - step * STEP;
         const __mmask32 mask = is_whole ? ~0u : first32(left);
         __m512i line;
         if constexpr (kind == PLAIN) line = _mm512_maskz_loadu_epi16(mask, from);
@@ -215,7 +164,7 @@ template <Kind kind> AVX512 void unpack_unit(const Job &job, const Unit &unit, u
                     for (Size i = step; i < last; i++, line += 2 * TILE) std::memset(line, 0, 64);
                 else if (kind >= INT4 && last - step == ROW_STEPS)
                     unpack_block(job, from, step, source<kind>(job, from, step), line);
-                else if (last * step_columns(kind) <= job.columns) unpack<kind, true>(job, from, step, last, line);
+                else if (last * STEP <= job.columns) unpack<kind, true>(job, from, step, last, line);
                 else unpack<kind, false>(job, from, step, last, line);
             }
 }
@@ -244,14 +193,8 @@ struct Fetch {
 // 32 rows of w from a step on, as they lie or unpacked.
 struct Panel { const uint8_t *rows, *lower; Size stride, next; };
 
-#define ADD(sum, left, right)                                                                                \
-    do {                                                                                                     \
-        if constexpr (kind == INT8_TILES) TILE_ADD_BYTES(sum, left, right);                                \
-        else TILE_ADD(sum, left, right);                                                                     \
-    } while (0)
-
 // 32 outputs of T tiles of tokens: sums += panel times tokens, sums [T][2 tiles of outputs].
-template <Kind kind, int T, bool is_once>
+template <int T>
 AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size steps, uint8_t *sums, bool is_first, Fetch &fetch) {
     const Size stride = 64;
     const uint8_t *others = tokens + steps * TILE;
@@ -265,35 +208,23 @@ AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size steps, uint
     for (Size step = 0; step < steps; step++) {
         TILE_LOAD(4, panel.rows + step * panel.next, panel.stride);
         TILE_LOAD(6, tokens + step * TILE, stride);
-        ADD(0, 4, 6);
+        TILE_ADD(0, 4, 6);
         TILE_LOAD(5, panel.lower + step * panel.next, panel.stride);
-        ADD(1, 5, 6);
+        TILE_ADD(1, 5, 6);
         if (T == 2) {
             TILE_LOAD(7, others + step * TILE, stride);
-            ADD(2, 4, 7);
-            ADD(3, 5, 7);
+            TILE_ADD(2, 4, 7);
+            TILE_ADD(3, 5, 7);
         }
-        if (!is_once) fetch.some();
-        #pragma GCC unroll 16
-        for (Size at = step * TILE + AHEAD; is_once && at < (step + 1) * TILE + AHEAD; at += 64)
-            _mm_prefetch(panel.rows + at, _MM_HINT_T1), _mm_prefetch(panel.lower + at, _MM_HINT_T1);
+        fetch.some();
     }
     TILE_STORE(0, sums); TILE_STORE(1, sums + TILE);
     if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
 }
 
-AVX512 INLINE __m512i rounded16(__m512 x) {  // bits in the upper half; smallest values stay
-    __m512i bits = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    bits = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
-    return _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC00000));
-}
-
-// Sums of a tile of tokens, [32 outputs][16 tokens], as rows of y. is_tiny: values may be smaller than the processor's
-// own rounding keeps.
+// Sums of a tile of tokens, [32 outputs][16 tokens], as rows of y.
 template <Kind kind>
-AVX512 INLINE void rows_of(const Job &job, Size tile, const uint8_t *sums, const float *scales, bool is_tiny,
-                           __m512i *rows) {
+AVX512 INLINE void rows_of(const Job &job, Size tile, const uint8_t *sums, const float *scales, __m512i *rows) {
     __m512 token_scale = _mm512_loadu_ps(job.token_scale + tile * 16);
     const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -302,47 +233,14 @@ AVX512 INLINE void rows_of(const Job &job, Size tile, const uint8_t *sums, const
         __m512 two[2];
         #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
-            __m512i sum = _mm512_load_si512(sums + (2 * i + j) * 64);
-            __m512 value = kind == INT8_TILES ? _mm512_cvtepi32_ps(sum) : _mm512_castsi512_ps(sum);
-            if (is_dynamic(kind)) value = _mm512_mul_ps(value, token_scale);
+            __m512 value = _mm512_load_ps(sums + (2 * i + j) * 64);
+            if (form_of(kind) != AS_THEY_ARE) value = _mm512_mul_ps(value, token_scale);
             if (kind != PLAIN && kind < INT4) value = _mm512_mul_ps(value, _mm512_set1_ps(scales[2 * i + j]));
             two[j] = value;
         }
-        __m512i low = is_tiny ? _mm512_srli_epi32(rounded16(two[0]), 16) : _mm512_setzero_si512();
-        if (is_tiny) rows[i] = _mm512_mask_blend_epi16(0xAAAAAAAA, low, rounded16(two[1]));
-        else rows[i] = _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
+        rows[i] = _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
     }
     transpose(rows);
-}
-
-// silu(x) in bfloat16, bit for bit as fused.cpp computes it: see its exp_of.
-AVX512 INLINE __m512 silu16(__m512 x) {
-    const float series[] = {1.9875691e-4f, 1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666665e-1f, 5.0000001e-1f};
-    auto set = [](float value) AVX512 { return _mm512_set1_ps(value); };
-    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), x);
-    __m512 limited = _mm512_min_ps(set(88.7f), _mm512_max_ps(set(-87), minus));  // NaN stays
-    __m512 shifted = _mm512_add_ps(_mm512_mul_ps(limited, set(1.44269504f)), set(12582912));
-    __m512 n = _mm512_sub_ps(shifted, set(12582912));
-    __m512 r = _mm512_sub_ps(limited, _mm512_mul_ps(n, set(0.693359375f)));
-    r = _mm512_sub_ps(r, _mm512_mul_ps(n, set(-2.12194440e-4f)));
-    __m512 y = set(series[0]);
-    for (int i = 1; i < 6; i++) y = _mm512_add_ps(_mm512_mul_ps(y, r), set(series[i]));
-    y = _mm512_add_ps(_mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(y, r), r), r), set(1));
-    __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-    y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), power));
-    const __m512 infinity = set(std::numeric_limits<float>::infinity());
-    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(minus, set(88.7228f), _CMP_GT_OQ), infinity);
-    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
-    return _mm512_castsi512_ps(rounded16(_mm512_div_ps(x, _mm512_add_ps(set(1), y))));
-}
-AVX512 INLINE __m512 upper16(__m512i x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xFFFF0000))));
-}
-AVX512 INLINE __m512i gated32(__m512i gate, __m512i up) {
-    __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(gate, 16)), odd = upper16(gate);
-    even = _mm512_mul_ps(upper16(_mm512_castps_si512(silu16(even))), _mm512_castsi512_ps(_mm512_slli_epi32(up, 16)));
-    odd = _mm512_mul_ps(upper16(_mm512_castps_si512(silu16(odd))), upper16(up));
-    return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(rounded16(even), 16), rounded16(odd));
 }
 
 // To 32 outputs of y.
@@ -356,63 +254,13 @@ AVX512 INLINE void store(const Job &job, Size tile, Size first, const __m512i *r
     }
 }
 
-// The scales of a panel's outputs, and whether values are that small.
-template <Kind kind>
-INLINE bool scales_of(const Job &job, Size output, Size row, float least_token, float *scales) {
-    float least = 1;
+// The scales of a panel's outputs.
+template <Kind kind> INLINE void scales_of(const Job &job, Size output, Size row, float *scales) {
     for (Size i = 0; i < PANEL; i++) {
         Size at = row + std::min(i, job.outputs - 1 - output);
         scales[i] = 1;
-        if (kind == INT8_TILES) scales[i] = static_cast<const float *>(job.scale)[at];
-        if (kind == INT8 || kind == FLOAT8) scales[i] = widen(static_cast<const BFloat16 *>(job.scale)[at]);
+        if (kind == INT8 || kind == FLOAT8) scales[i] = widen(job.scale[at]);
         if (kind == FLOAT8) scales[i] *= 256;
-        least = scales[i] >= least ? least : scales[i];
-    }
-    return kind == INT8_TILES && !(least * least_token >= 1.17549435e-38f);
-}
-
-// ---- a single token
-
-// By VNNI, which leaves the memory a little more of its time than tiles do: 16 outputs, from the row of w where they
-// begin, as rounded16 leaves them.
-AVX512 INLINE __m512i outputs_of_token(const Job &job, Size row, __m512i shift) {
-    const uint8_t *w = source<INT8_TILES>(job, row, 0);
-    const __m512i upside = _mm512_set1_epi8(-128);  // the instruction takes unsigned by signed
-    __m512i sums[16] = {}, sum = shift;
-    for (Size step = 0; step < job.steps; step++, w += TILE) {
-        const __m512i x = _mm512_load_si512(job.packed + step * 64);
-        #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            _mm_prefetch(w + i * 64 + AHEAD, _MM_HINT_T1);
-            sums[i] = _mm512_dpbusd_epi32(sums[i], _mm512_xor_si512(_mm512_load_si512(w + i * 64), upside), x);
-        }
-    }
-    transpose(sums);
-    for (const __m512i &each : sums) sum = _mm512_add_epi32(sum, each);
-    __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(job.token_scale[0]));
-    const Size last = (job.is_gated ? 2 : 1) * job.outputs;
-    return rounded16(_mm512_mul_ps(value, load16(static_cast<const float *>(job.scale) + row, first16(last - row))));
-}
-
-AVX512 void single_token(Job job, Size begin, Size end, uint8_t *scratch) {
-    const Mapping q = mapping<INT8_TILES>(job, 0);
-    __m512i total = _mm512_setzero_si512();
-    for (Size step = 0; step < job.steps; step++) {
-        const __m512i bytes = token64<INT8_TILES>(job.x, step * 64, job.columns, q);
-        total = _mm512_dpbusd_epi32(total, _mm512_set1_epi8(1), bytes);
-        _mm512_store_si512(scratch + step * 64, bytes);
-    }
-    const __m512i shift = _mm512_set1_epi32(-128 * _mm512_reduce_add_epi32(total));
-    float scale = q.scale;
-    job.packed = scratch, job.token_scale = &scale;
-    for (Size first = begin; first < end; first += 16) {
-        __m512i y = outputs_of_token(job, first, shift);
-        if (job.is_gated) {
-            const __m512 gate = upper16(_mm512_castps_si512(silu16(upper16(y))));
-            y = rounded16(_mm512_mul_ps(gate, upper16(outputs_of_token(job, job.outputs + first, shift))));
-        }
-        const __m256i words = _mm512_cvtepi32_epi16(_mm512_srli_epi32(y, 16));
-        _mm256_mask_storeu_epi16(job.y + first, first16(job.outputs - first), words);
     }
 }
 
@@ -420,32 +268,30 @@ AVX512 void single_token(Job job, Size begin, Size end, uint8_t *scratch) {
 
 // Units in the order in which they are multiplied: all tokens by a block of some units, then by their next block.
 struct Order {
-    Size last, turns, steps, block, size;  // last: of the thread's outputs; turns: units that take turns; size: of one
+    Size last, turns, steps, size;  // last: of the thread's outputs; turns: units that take turns; size: of one
     bool is_gated;
     Size group, first, step;
 
     INLINE Unit take() {
         if (first >= last) return {first, 0, 0, 0};
         const Size panels = is_gated ? PANELS : std::min((last - first + PANEL - 1) / PANEL, PANELS);
-        const Unit unit{first, panels, step, std::min(steps - step, block)};
+        const Unit unit{first, panels, step, std::min(steps - step, BLOCK)};
         Size end = std::min(group + turns * size, last);
         if ((first += size) >= end) {
-            first = group, step += block;
+            first = group, step += BLOCK;
             if (step >= steps) first = group = end, step = 0;
         }
         return unit;
     }
 };
 
-template <Kind kind> INLINE bool is_once(const Job &job) { return kind == INT8_TILES && job.tiles <= 2; }
 template <Kind kind> INLINE bool is_direct(const Job &job, const Unit &unit) {
     const Size last = output_of(job, unit, unit.panels - 1) + PANEL;
-    bool is_whole = last <= job.outputs && job.columns % step_columns(kind) == 0;
+    bool is_whole = last <= job.outputs && job.columns % STEP == 0;
     return is_whole && job.tokens <= direct_tokens(kind);
 }
 template <Kind kind> INLINE Panel panel_of(const Job &job, const Unit &unit, Size panel, const uint8_t *unpacked) {
     const uint8_t *rows = unpacked + panel * PANEL_BYTES, *own = source<kind>(job, row_of(job, unit, panel), unit.step);
-    if (kind == INT8_TILES) return {own, own + job.steps * TILE, 64, TILE};
     if (is_direct<kind>(job, unit)) return {own, own + 16 * job.row_bytes, job.row_bytes, 64};
     return {rows, rows + TILE, 64, 2 * TILE};
 }
@@ -456,7 +302,6 @@ template <Kind kind> INLINE Fetch fetch_of(const Job &job, const Unit &unit) {
     const Size bytes = source<kind>(job, unit.first, unit.step + unit.steps) - from;
     const Size rows = std::min(PANEL, job.outputs - output_of(job, unit, unit.panels - 1));
     const uint8_t *other = unit.panels > 1 ? source<kind>(job, row_of(job, unit, 1), unit.step) : nullptr;
-    if (kind == INT8_TILES) return {from, job.steps * TILE, bytes / 64, PANEL / 16, other};
     return {from, job.row_bytes, (bytes + 63) / 64, rows, other};
 }
 
@@ -464,35 +309,27 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
     if (begin >= end) return;
     uint8_t *unpacked = scratch, *sums = scratch + PANELS * PANEL_BYTES;
     const Size pairs = (job.end_tile - job.first_tile + 1) / 2;
-    float least_token = 1;
-    for (Size m = job.first_tile * 16; m < std::min(job.end_tile * 16, job.tokens); m++) {
-        float each = job.token_scale[m];
-        least_token = each >= least_token ? least_token : each;  // NaN, too
-    }
     const Size size = job.is_gated ? PANEL : PANELS * PANEL;
-    Order order{end, turns, job.steps, job.block, size, job.is_gated, begin, begin, 0};
+    Order order{end, turns, job.steps, size, job.is_gated, begin, begin, 0};
     Unit unit = order.take();
     while (unit.panels) {
         const Unit next = order.take();
         const bool is_last = unit.step + unit.steps == job.steps;
-        if (kind != INT8_TILES && !is_direct<kind>(job, unit)) unpack_unit<kind>(job, unit, unpacked);
+        if (!is_direct<kind>(job, unit)) unpack_unit<kind>(job, unit, unpacked);
         Fetch fetch = fetch_of<kind>(job, next);
         const Size slots = unit.steps * pairs * unit.panels;
         fetch.share = (PANELS * fetch.rows * fetch.lines + slots - 1) / slots;
         uint8_t *own = sums + (unit.first - begin) / size % turns * PANELS * pairs * 4 * TILE;
         float scales[PANELS][PANEL];
-        bool is_tiny = false;
         for (Size p = 0; p < unit.panels; p++)
-            is_tiny |= scales_of<kind>(job, output_of(job, unit, p), row_of(job, unit, p), least_token, scales[p]);
+            scales_of<kind>(job, output_of(job, unit, p), row_of(job, unit, p), scales[p]);
         auto sums_at = [&](Size pair, Size panel) { return own + (pair * PANELS + panel) * 4 * TILE; };
         for (Size pair = 0; pair < pairs; pair++)
             for (Size p = 0; p < unit.panels; p++) {
                 const Size tile = job.first_tile + pair * 2;
                 const uint8_t *tokens = packed_at(job, tile, unit.step);
                 const Panel panel = panel_of<kind>(job, unit, p, unpacked);
-                const bool is_pair = tile + 1 < job.end_tile;
-                auto add = is_pair ? multiply<kind, 2, false> : multiply<kind, 1, false>;
-                if (is_once<kind>(job)) add = is_pair ? multiply<kind, 2, true> : multiply<kind, 1, true>;
+                auto add = tile + 1 < job.end_tile ? multiply<2> : multiply<1>;
                 add(panel, tokens, unit.steps, sums_at(pair, p), unit.step == 0, fetch);
             }
         // Not between multiplications, which would have to end before it and begin after it.
@@ -500,7 +337,7 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
             __m512i rows[PANELS][16];
             const Size at = tile - job.first_tile;
             for (Size p = 0; p < unit.panels; p++) {
-                rows_of<kind>(job, tile, sums_at(at / 2, p) + at % 2 * 2 * TILE, scales[p], is_tiny, rows[p]);
+                rows_of<kind>(job, tile, sums_at(at / 2, p) + at % 2 * 2 * TILE, scales[p], rows[p]);
                 if (!job.is_gated) store(job, tile, output_of(job, unit, p), rows[p]);
             }
             if (!job.is_gated) continue;
@@ -513,25 +350,9 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
     if (job.is_large) _mm_sfence();  // before others read y
 }
 
-// Among how many groups of threads tokens are shared out, where a core's cache doesn't hold them all; within a group
-// outputs are. Each group unpacks all weights.
-Size token_groups(Size tokens, Size token_bytes, Size threads) {
-    if (token_bytes <= CACHED) return 1;
-    Size groups = std::min(threads, tokens / TOKENS_OF_GROUP);
-    while (groups > 1 && threads % groups) groups--;
-    return std::max(groups, Size(1));
-}
-
 template <Kind kind> void run(Job job, Team &team) {
     const Size threads = team.size;
-    job.steps = (job.columns + step_columns(kind) - 1) / step_columns(kind);
-    if (kind == INT8_TILES && job.tokens == 1) {
-        const Size tiles = (job.outputs + 15) / 16;
-        return share_out(team, threads, [&](Size t) {
-            uint8_t *scratch = scratch_of_thread.at_least(job.steps * 64);
-            single_token(job, tiles * t / threads * 16, std::min(tiles * (t + 1) / threads * 16, job.outputs), scratch);
-        });
-    }
+    job.steps = (job.columns + STEP - 1) / STEP;
     const Size all = job.tokens, parts = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + parts - 1) / parts, 32);
     const Size token_bytes = most / 16 * job.steps * TILE, panels = (job.outputs + PANEL - 1) / PANEL;
     const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
@@ -541,8 +362,7 @@ template <Kind kind> void run(Job job, Team &team) {
     for (Size first = 0; first < all; first += most) {
         Job part = job;
         part.tokens = std::min(most, all - first), part.tiles = (part.tokens + 15) / 16;
-        part.block = is_once<kind>(part) ? part.steps : BLOCK;
-        part.x += first * job.columns, part.y += first * job.outputs, part.extremes += job.extremes ? first : 0;
+        part.x = job.x.from(first), part.y += first * job.outputs;
         if (is_together(team))  // each thread has its own
             for (Size tile = 0; tile < part.tiles; tile++) pack_tokens<kind>(part, tile);
         else share_out(team, part.tiles, [&](Size tile) { pack_tokens<kind>(part, tile); });
@@ -570,28 +390,24 @@ const char *why_not() { return why_no_tiles(); }
 struct Linear {  // `_Linear` in amx.py
     Size kind, is_gated, tokens, columns, outputs, group;
     const BFloat16 *x;        // [tokens, columns]
-    const uint8_t *weight;    // but for INT8_TILES (see Job) as in small_m.cpp, as scale, zero and group are
-    const void *scale;
-    const BFloat16 *zero, *extremes;
+    const uint8_t *weight;    // it, scale, zero and group as in small_m.cpp
+    const BFloat16 *scale, *zero, *extremes;
     BFloat16 *y;              // [tokens, outputs]
 };
 
-// Gated, the weight has 2 * outputs rows; with INT8_TILES, outputs are a multiple of 32 then.
+// Gated, the weight has 2 * outputs rows.
 Size linear(const Linear &asked, Team &team) {
     if (!asked.tokens) return DONE;
     Job job{};
     const Size columns = asked.columns, group = asked.group;
     job.is_gated = asked.is_gated, job.tokens = asked.tokens, job.columns = columns, job.outputs = asked.outputs;
-    job.x = asked.x, job.weight = asked.weight, job.scale = asked.scale, job.zero = asked.zero, job.y = asked.y;
+    job.x = {asked.x, columns, asked.extremes, asked.tokens}, job.weight = asked.weight, job.scale = asked.scale, job.zero = asked.zero, job.y = asked.y;
     job.row_bytes = asked.kind == PLAIN ? 2 * columns : asked.kind >= INT4 ? up(columns, 128) / 2 : columns;
     job.group_shift = group ? __builtin_ctzll(group) : 5, job.groups = group ? columns / group : 0;
-    job.extremes = asked.extremes, job.extremes_stride = asked.tokens;
-    const bool has_lines = reinterpret_cast<uintptr_t>(job.y) % 64 == 0 && job.outputs % PANEL == 0;
-    job.is_large = has_lines && job.tokens * job.outputs * 2 >= LARGE;
+    job.is_large = is_large(job.y, job.tokens, job.outputs);
     if (asked.kind == PLAIN) run<PLAIN>(job, team);
     else if (asked.kind == INT8) run<INT8>(job, team);
     else if (asked.kind == FLOAT8) run<FLOAT8>(job, team);
-    else if (asked.kind == INT8_TILES) run<INT8_TILES>(job, team);
     else if (asked.kind == INT4) run<INT4>(job, team);
     else run<INT4_DYNAMIC>(job, team);
     return DONE;

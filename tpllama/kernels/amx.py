@@ -1,5 +1,4 @@
-"""Linears in our own C++ on Intel's AMX (amx.cpp): of many tokens on weights as small_m.cpp has them, and of any number
-on int8 weights that were laid out for it.
+"""Linears of many tokens in our own C++ (amx.cpp), on Intel's AMX and on weights as small_m.cpp has them.
 
 A prompt, or a step of several texts, is bound by multiplication: its tokens share each reading of the weights.
 """
@@ -10,19 +9,15 @@ import ctypes
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tpllama.kernels import small_m
-from tpllama.kernels.small_m import Kind
+from tpllama.kernels.small_m import KINDS, Kind
 from tpllama.kernels.tiles import with_tiles
-from tpllama.recording import Reads, call, callable_in, fields
+from tpllama.recording import call, callable_in, fields
 
-# As amx.cpp counts.
-_KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_tiles": 3, "int4": 4, "int4_dynamic": 5}
-# From this many rows of activations on they beat small_m.cpp, which has no tiles.
-MANY_ROWS: dict[str, int] = {"plain": 4, "int8": 7, "float8": 6, "int8_tiles": 0, "int4": 6, "int4_dynamic": 8}
-TILE_OUTPUTS, TILE_COLUMNS = 32, 64  # of two tiles, one below the other: weights are filled up to these
+# From this many rows of activations on they beat small_m.cpp. Of int8_dynamic, tiles.py has all.
+MANY_ROWS: dict[str, int] = {"plain": 4, "int8": 7, "float8": 6, "int4": 6, "int4_dynamic": 8}
 
 
 @functools.cache
@@ -54,10 +49,8 @@ def why_not() -> str | None:
 
 def kernel_name(kind: Kind, dtype: torch.dtype = torch.bfloat16) -> str:
     """Whose kernels a weight's linear takes, and from how many rows on, for people."""
-    if kind == "int8_tiles":
-        return "own, AMX"
-    few, many = small_m.kernel_name() if small_m.has(kind) else "torch", MANY_ROWS[kind]
-    if is_there() and dtype == torch.bfloat16:
+    few, many = small_m.kernel_name() if small_m.has(kind) else "torch", MANY_ROWS.get(kind)
+    if many is not None and is_there() and dtype == torch.bfloat16:
         return "own, AMX" if many == 1 else f"{few}; from {many} rows on own, AMX"
     return few if few.startswith("torch") else f"{few}; from {small_m.FEW_ROWS[kind] + 1} rows on torch"
 
@@ -66,19 +59,6 @@ def fits(kind: Kind, rows: Tensor) -> bool:
     """Whether `linear` takes these: many bfloat16 rows of a kind that it knows."""
     is_many = kind in MANY_ROWS and rows.shape[0] >= MANY_ROWS[kind]
     return is_many and rows.is_cpu and rows.dtype == torch.bfloat16 and is_there()
-
-
-def tiles_of(weight: Tensor) -> Tensor:
-    """int8 [outputs, columns] as the tiles that are multiplied: [outputs / 16, columns / 64, 16, 64], with zeros up to a
-    multiple of 32 outputs."""
-    outputs, columns = weight.shape
-    padded = F.pad(weight, (0, -columns % TILE_COLUMNS, 0, -outputs % TILE_OUTPUTS))
-    return padded.view(-1, 16, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS).transpose(1, 2).contiguous()
-
-
-def tiles_bytes(outputs: int, columns: int) -> int:
-    """What `tiles_of` such a weight holds."""
-    return -(-outputs // TILE_OUTPUTS) * TILE_OUTPUTS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def linear(
@@ -108,8 +88,8 @@ def _linear(
     agreed = None if agreed is None else agreed.contiguous()
     y = rows.new_empty(rows.shape[0], outputs)
     addresses = (None if each is None else each.data_ptr() for each in (rows, weight, scale, zero, agreed, y))
-    asked = _Linear(_KINDS[kind], is_gated, *rows.shape, outputs, group_size, *addresses)
-    call(compiled.linear, asked, Reads(weight.nbytes, 1 + is_gated, asked.weight))
+    asked = _Linear(KINDS[kind], is_gated, *rows.shape, outputs, group_size, *addresses)
+    call(compiled.linear, asked)
     return y
 
 

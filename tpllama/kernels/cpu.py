@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpllama.kernels import amx, own, small_m
+from tpllama.kernels import own, small_m
+from tpllama.kernels import tiles as laid_out
 from tpllama.kernels.linear import (
     AgreeMax,
     Form,
@@ -117,42 +118,52 @@ class Int8DynamicLinear(nn.Module):
         return rows * columns + rows * 4
 
 
-class Int8TilesLinear(nn.Module):
-    """The same on Intel's AMX, for bfloat16: weights lie as the tiles that it multiplies, for any number of tokens."""
+class TilesLinear(nn.Module):
+    """Plain weights, or those of int8dq, laid out for Intel's AMX: bfloat16 models, any number of tokens."""
 
     tiles: Tensor
-    scale: Tensor
+    scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, tiles: Tensor, scale: Tensor, bias: Tensor | None, agree_max: AgreeMax | None) -> None:
+    def __init__(
+        self, tiles: Tensor, outputs: int, scale: Tensor | None, bias: Tensor | None, agree_max: AgreeMax | None
+    ) -> None:
         super().__init__()
-        self.out_features = len(scale)
-        self.is_padded = self.out_features < 16 * len(tiles)
+        self.kind: laid_out.Kind = "plain_tiles" if scale is None else "int8_tiles"
+        self.out_features = outputs
+        self.is_padded = outputs % laid_out.PANEL_OUTPUTS != 0
+        self.least_scale = 1.0 if scale is None else float(scale.min())
         self.register_buffer("tiles", tiles)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
         self.agree_max = agree_max
 
     @staticmethod
-    def fits(dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16 and amx.is_there()
+    def fits(form: Form, dtype: torch.dtype) -> bool:
+        is_known = form.kind == "plain" or (form.kind == "int8" and form.dynamic)
+        return is_known and dtype == torch.bfloat16 and laid_out.is_there()
 
     @classmethod
-    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> Int8TilesLinear:
-        return cls(amx.tiles_of(weight.qdata), weight.scale.flatten().float(), bias, agree_max)
+    def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> TilesLinear:
+        outputs = weight.shape[0]
+        if not hasattr(weight, "qdata"):
+            return cls(laid_out.lay_out(weight), outputs, None, bias, None)
+        return cls(laid_out.lay_out(weight.qdata), outputs, weight.scale.flatten().float(), bias, agree_max)
 
     def forward(self, x: Tensor) -> Tensor:
         y = own.linear(as_rows(x), self.own_weight(), self.agree_max)
-        assert y is not None
+        assert y is not None, f"found tokens of {x.dtype}, expected bfloat16"
         return like_rows(y if self.bias is None else y + self.bias, x)
 
-    def own_weight(self) -> own.Weight:
+    def own_weight(self) -> own.Tiles:
         """For our own kernels."""
-        return own.Weight("int8_tiles", self.tiles, self.out_features, self.scale)
+        return own.Tiles(self.kind, self.tiles, self.out_features, self.scale, self.least_scale)
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return amx.tiles_bytes(rows, columns) + rows * 4
+        if form.kind == "plain":
+            return laid_out.laid_out_bytes(rows, columns, dtype)
+        return laid_out.laid_out_bytes(rows, columns, torch.int8) + rows * 4
 
 
 class Int4Linear(nn.Module):

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpllama.kernels import fused, own
-from tpllama.kernels.cpu import Int8DynamicLinear, Int8TilesLinear, RowScaledLinear
+from tpllama.kernels.cpu import Int8DynamicLinear, RowScaledLinear, TilesLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import PlainLinear
 from tpllama.recording import recording
 
-_JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, Int8TilesLinear, OwnInt4Linear)
+_JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, TilesLinear, OwnInt4Linear)
 # Tokens of a step that is recorded: of more, Python's part is small, and what is held is large.
 _MOST_RECORDED = 8
 _CosSin = tuple[Tensor, Tensor]
@@ -183,6 +183,8 @@ def join(linears: Sequence[Any], place: Place) -> nn.Module | None:
         return None  # each is padded by itself
     joint = copy.copy(first)
     joint._parameters, joint._buffers = dict(first._parameters), dict(first._buffers)
+    if hasattr(first, "least_scale"):
+        joint.least_scale = min(each.least_scale for each in linears)
     if hasattr(first, "out_features"):
         joint.out_features = sum(map(outputs_of, linears))
     for name in _tensors(first):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tpllama.kernels import amx, cuda
-from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, Int8TilesLinear, RowScaledLinear
+from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear, TilesLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import AgreeMax, DequantizingLinear, Form, PlainLinear
 from tpllama.kernels.small_m import Kind
 
-CpuLinear = RowScaledLinear | Int8DynamicLinear | Int8TilesLinear | Int4Linear | OwnInt4Linear
+CpuLinear = RowScaledLinear | Int8DynamicLinear | TilesLinear | Int4Linear | OwnInt4Linear
 PackedLinear = PlainLinear | DequantizingLinear | CpuLinear | cuda.CudaLinear
 
 
@@ -26,13 +26,15 @@ def choose(
     form: Form, rows: int, columns: int, device: str, dtype: torch.dtype, capability: cuda.Capability | None = None
 ) -> type[PackedLinear]:
     """The packed linear for a local weight [rows, columns] of a model in `dtype`. capability: of a GPU not here."""
+    if device == "cpu" and TilesLinear.fits(form, dtype):
+        return TilesLinear
     if form.kind == "plain":
         return PlainLinear
     if device == "cpu":
         if form.kind in ("int8", "float8") and not form.dynamic:
             return RowScaledLinear
         if form.kind == "int8":
-            return Int8TilesLinear if Int8TilesLinear.fits(dtype) else Int8DynamicLinear
+            return Int8DynamicLinear
         if form.kind == "int4" and OwnInt4Linear.fits(form.group_size, columns, dtype):
             return OwnInt4Linear
         if form.kind == "int4" and Int4Linear.fits(rows, columns, form.group_size):
@@ -56,8 +58,8 @@ def kernel_name(form: Form, rows: int, columns: int, device: str, dtype: torch.d
     chosen = choose(form, rows, columns, device, dtype)
     if chosen is DequantizingLinear:
         return "torch, dequantized on each call"
-    if chosen is Int8TilesLinear:
-        return amx.kernel_name("int8_tiles")
+    if chosen is TilesLinear:
+        return "own, AMX"
     is_dynamic_int8 = chosen is Int8DynamicLinear  # in any dtype
     if device != "cpu" or chosen is Int4Linear or not (dtype == torch.bfloat16 or is_dynamic_int8):
         return "torch"
@@ -73,13 +75,17 @@ def with_kernel(reason: str, forms: Sequence[Form], device: str, dtype: torch.dt
     return f"{'' if reason == 'as asked' else f'{reason}; '}dequantized on each call, for {slow}"
 
 
-def pack(weight: Tensor, bias: Tensor | None, device: str, agree_max: AgreeMax | None = None) -> nn.Module:
-    """The packed form of a plain or neutral weight on `device`.
+def pack(
+    weight: Tensor, bias: Tensor | None, device: str, agree_max: AgreeMax | None = None, is_shared: bool = False
+) -> nn.Module:
+    """The packed form of a plain or neutral weight on `device`. is_shared: others use the (plain) weight as it lies.
 
     agree_max: for a weight split by columns, the maximum over its ranks; dynamic activations take their range
     from the whole token then, as they would on one rank.
     """
     form, (rows, columns) = form_of(weight), weight.shape
+    if is_shared:
+        return PlainLinear.from_neutral(weight, bias, agree_max)
     chosen = choose(form, rows, columns, device, weight.dtype)
     return chosen.from_neutral(weight, bias, agree_max if form.dynamic else None)
 

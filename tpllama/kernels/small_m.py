@@ -15,15 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpllama.native import library
-from tpllama.recording import Reads, call, callable_in, fields
+from tpllama.recording import call, callable_in, fields
 
-# int8_tiles: int8_dynamic as amx.py lays it.
-Kind = Literal["plain", "int8", "float8", "int8_dynamic", "int8_tiles", "int4", "int4_dynamic"]
+Kind = Literal["plain", "int8", "float8", "int8_dynamic", "int4", "int4_dynamic"]
 
 # Up to this many rows of activations they beat the library (bench/linears.py).
-FEW_ROWS: dict[str, int] = {
-    "plain": 32, "int8": 32, "float8": 32, "int8_dynamic": 64, "int8_tiles": 0, "int4": 32, "int4_dynamic": 32
-}  # fmt: skip
+FEW_ROWS: dict[str, int] = {"plain": 32, "int8": 32, "float8": 32, "int8_dynamic": 64, "int4": 32, "int4_dynamic": 32}
 _PANEL_BYTES = 1 << 20  # of a weight widened to bfloat16: what stays in a core's cache until it is multiplied
 KINDS: dict[str, int] = {"plain": 0, "int8": 1, "float8": 2, "int8_dynamic": 3, "int4": 4, "int4_dynamic": 5}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -140,7 +137,7 @@ def _linear(
     y = rows.new_empty(count, outputs)
     addresses = (None if each is None else each.data_ptr() for each in (rows, weight, scale, zero, agreed, y))
     asked = _Linear(KINDS[kind], _level(), _TYPES[rows.dtype], count, columns, outputs, group_size, *addresses)
-    call(_compiled().linear, asked, Reads(weight.nbytes, 1, asked.weight))
+    call(_compiled().linear, asked)
     return y
 
 

@@ -28,6 +28,8 @@ INLINE void configure() {
     asm volatile("ldtilecfg %0" ::"m"(all) : "memory");
 }
 INLINE void release() { asm volatile("tilerelease" ::: "memory"); }
+#define TILE_LOAD_PAST(t, from, stride) /* the first cache, which keeps what it has */ \
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(from), "r"(stride) : "memory")
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
 #define TILE_LOAD(t, from, stride) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(stride) : "memory")
 #define TILE_STORE_AT(t, to, stride) \
@@ -66,6 +68,121 @@ AVX512 INLINE void transpose(__m512i *r) {
 
 AVX512 INLINE __mmask32 first32(Size count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
 AVX512 INLINE __mmask64 first64(Size count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
+
+// ---- tokens, as they are multiplied
+
+constexpr Size AT_ONCE = 512;          // tokens
+constexpr Size TOKENS_OF_GROUP = 192;  // of threads, at the least
+constexpr Size CACHED = 1 << 20;       // bytes of tokens that are read again from the cache for each panel
+constexpr Size UNITS = 4;              // that share a reading of tokens that are more
+
+// Among how many groups of threads tokens are shared out, where a core's cache doesn't hold them all; within a group
+// outputs are. Each group reads all weights.
+inline Size token_groups(Size tokens, Size token_bytes, Size threads) {
+    if (token_bytes <= CACHED) return 1;
+    Size groups = std::min(threads, tokens / TOKENS_OF_GROUP);
+    while (groups > 1 && threads % groups) groups--;
+    return std::max(groups, Size(1));
+}
+
+struct Tokens {
+    const BFloat16 *x;         // [tokens, columns]
+    Size columns;
+    const BFloat16 *extremes;  // [2, extremes_stride] where ranks agreed on them; or none
+    Size extremes_stride;
+
+    Tokens from(Size first) const {
+        return {x + first * columns, columns, extremes ? extremes + first : nullptr, extremes_stride};
+    }
+};
+enum Form { AS_THEY_ARE, BYTES, INTEGERS };  // bfloat16, int8 (symmetric), or int8 (asymmetric) in bfloat16
+
+template <Form form> AVX512 INLINE Mapping mapping(const Tokens &tokens, Size m) {
+    if (form == AS_THEY_ARE) return {1, 1, 0};
+    BFloat16 range[2];
+    if (tokens.extremes) range[0] = tokens.extremes[m], range[1] = tokens.extremes[tokens.extremes_stride + m];
+    else extremes_of(tokens.x + m * tokens.columns, tokens.columns, range, range + 1);
+    Range wide{widen(range[0]), widen(range[1])};
+    return form == BYTES ? symmetric<BFloat16>(wide) : asymmetric(wide);
+}
+
+AVX512 INLINE void scaled32(const BFloat16 *x, Size left, float factor, __m512 *to) {
+    __m512i words = _mm512_maskz_loadu_epi16(first32(left), x);
+    to[0] = _mm512_mul_ps(widen16(_mm512_castsi512_si256(words)), _mm512_set1_ps(factor));
+    to[1] = _mm512_mul_ps(widen16(_mm512_extracti64x4_epi64(words, 1)), _mm512_set1_ps(factor));
+}
+
+// 64 bytes of token m, from column k on; zero beyond the last.
+template <Form form> AVX512 INLINE __m512i token64(const Tokens &tokens, Size m, Size k, const Mapping &q) {
+    const BFloat16 *x = tokens.x + m * tokens.columns + k;
+    const Size left = tokens.columns - k;
+    if constexpr (form == AS_THEY_ARE) return _mm512_maskz_loadu_epi16(first32(left), x);
+    __m512 values[4];
+    scaled32(x, left, q.inverse, values);
+    if constexpr (form == BYTES) {
+        scaled32(x + 32, left - 32, q.inverse, values + 2);
+        __m512i whole[4];
+        #pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) whole[i] = _mm512_cvtps_epi32(values[i]);
+        __m512i low = _mm512_packs_epi32(whole[0], whole[1]), high = _mm512_packs_epi32(whole[2], whole[3]);
+        __m512i bytes = _mm512_packs_epi16(low, high);  // limited by saturation; fours of them out of order
+        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        return _mm512_maskz_mov_epi8(first64(left), _mm512_permutexvar_epi32(order, bytes));
+    } else {  // the integers less their zero point: exact in bfloat16
+        const __m512i zero = _mm512_set1_epi32(q.zero);
+        for (int i = 0; i < 2; i++) {
+            __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(round16(values[i])), zero);
+            whole = limited16(_mm512_cvtps_epi32(round16(_mm512_cvtepi32_ps(whole))));
+            values[i] = _mm512_cvtepi32_ps(_mm512_sub_epi32(whole, zero));
+        }
+        return _mm512_maskz_mov_epi16(first32(left), (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
+    }
+}
+
+// ---- results
+
+// Whether y leaves the cache before anybody reads it: then it is written past it, in whole lines.
+inline bool is_large(const BFloat16 *y, Size tokens, Size outputs) {
+    return reinterpret_cast<uintptr_t>(y) % 64 == 0 && outputs % 32 == 0 && tokens * outputs * 2 >= 4 << 20;
+}
+
+AVX512 INLINE __m512i rounded16(__m512 x) {  // bits in the upper half; smallest values stay
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+    return _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC00000));
+}
+
+// silu(x) in bfloat16, bit for bit as fused.cpp computes it: see its exp_of.
+AVX512 INLINE __m512 silu16(__m512 x) {
+    const float series[] = {1.9875691e-4f, 1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666665e-1f, 5.0000001e-1f};
+    auto set = [](float value) AVX512 { return _mm512_set1_ps(value); };
+    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), x);
+    __m512 limited = _mm512_min_ps(set(88.7f), _mm512_max_ps(set(-87), minus));  // NaN stays
+    __m512 shifted = _mm512_add_ps(_mm512_mul_ps(limited, set(1.44269504f)), set(12582912));
+    __m512 n = _mm512_sub_ps(shifted, set(12582912));
+    __m512 r = _mm512_sub_ps(limited, _mm512_mul_ps(n, set(0.693359375f)));
+    r = _mm512_sub_ps(r, _mm512_mul_ps(n, set(-2.12194440e-4f)));
+    __m512 y = set(series[0]);
+    for (int i = 1; i < 6; i++) y = _mm512_add_ps(_mm512_mul_ps(y, r), set(series[i]));
+    y = _mm512_add_ps(_mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(y, r), r), r), set(1));
+    __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), power));
+    const __m512 infinity = set(std::numeric_limits<float>::infinity());
+    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(minus, set(88.7228f), _CMP_GT_OQ), infinity);
+    y = _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+    return _mm512_castsi512_ps(rounded16(_mm512_div_ps(x, _mm512_add_ps(set(1), y))));
+}
+AVX512 INLINE __m512 upper16(__m512i x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xFFFF0000))));
+}
+AVX512 INLINE __m512 lower16(__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+AVX512 INLINE __m512i gated32(__m512i gate, __m512i up) {
+    __m512 even = lower16(gate), odd = upper16(gate);
+    even = _mm512_mul_ps(upper16(_mm512_castps_si512(silu16(even))), lower16(up));
+    odd = _mm512_mul_ps(upper16(_mm512_castps_si512(silu16(odd))), upper16(up));
+    return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(rounded16(even), 16), rounded16(odd));
+}
 
 // Memory for a call, kept for the next: new pages cost as much as a part of the work.
 struct Scratch {

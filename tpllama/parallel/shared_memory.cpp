@@ -75,9 +75,9 @@ void enter(State& s) {
 }
 
 // Whether `rank` is in before patience ends, or a signal wants to be seen.
-bool wait(State& s, int64_t rank, Team& team) {
+bool wait(State& s, int64_t rank) {
   if (s.spins > 0 && s.late != rank) {  // with cores for all, and not after a sleep
-    for (int64_t spins = s.spins; spins > 0 && !is_in(s, rank); --spins) fetch_some(team);
+    for (int64_t spins = s.spins; spins > 0 && !is_in(s, rank); --spins) relax();
     if (!is_in(s, rank))
       for (const auto end = Clock::now() + YIELDING; !is_in(s, rank) && Clock::now() < end;) sched_yield();
   }
@@ -93,14 +93,14 @@ bool wait(State& s, int64_t rank, Team& team) {
 
 // Prepares a slot, enters and waits for all: then their slots may be read until the next operation is entered. Does
 // only what is left to do if this is a call's `nth` operation and it was entered before.
-template <class Prepare> bool meet(State& s, int64_t nth, Team& team, Prepare prepare) {
+template <class Prepare> bool meet(State& s, int64_t nth, Prepare prepare) {
   if (s.entered < nth) {
     prepare(next_slot(s));
     enter(s);
     s.entered = nth;
   }
   for (int64_t rank = 0; rank < s.size; ++rank)
-    if (!wait(s, rank, team)) return false;
+    if (!wait(s, rank)) return false;
   return true;
 }
 
@@ -187,13 +187,13 @@ void combine_all(const State& s, const char* own, int64_t kind, bool is_max, cha
   for (int64_t rank = 2; rank < s.size; ++rank) combine(kind, is_max, out, out, from(rank), end - begin);
 }
 
-bool reduce_small(State& s, Team& team, char* x, int64_t bytes, int64_t kind, bool is_max) {
-  if (!meet(s, 1, team, [=](char* own) { std::memcpy(own, x, bytes); })) return false;
+bool reduce_small(State& s, char* x, int64_t bytes, int64_t kind, bool is_max) {
+  if (!meet(s, 1, [=](char* own) { std::memcpy(own, x, bytes); })) return false;
   combine_all(s, slot(s, s.rank, s.operation), kind, is_max, x, 0, bytes);  // not from x, which is written to
   return true;
 }
 
-bool reduce_shared(State& s, Team& team, char* x, int64_t bytes, int64_t kind, bool is_max) {
+bool reduce_shared(State& s, char* x, int64_t bytes, int64_t kind, bool is_max) {
   const int64_t share = (bytes / s.size / 64 + 1) * 64;
   const auto border = [=](int64_t rank) { return std::min(rank * share, bytes); };
   const int64_t begin = border(s.rank), end = border(s.rank + 1);
@@ -202,7 +202,7 @@ bool reduce_shared(State& s, Team& team, char* x, int64_t bytes, int64_t kind, b
     std::memcpy(own + end, x + end, bytes - end);
   };
   const auto give_result = [&](char* own) { combine_all(s, x, kind, is_max, own, begin, end); };
-  if (!meet(s, 1, team, give_others_shares) || !meet(s, 2, team, give_result)) return false;
+  if (!meet(s, 1, give_others_shares) || !meet(s, 2, give_result)) return false;
   for (int64_t rank = 0; rank < s.size; ++rank)
     std::memcpy(x + border(rank), slot(s, rank, s.operation) + border(rank), border(rank + 1) - border(rank));
   return true;
@@ -237,17 +237,17 @@ struct Gather {
 };
 struct Exchange { State* state; };
 
-extern "C" Size reduce(const Reduce& asked, Team& team) {
+extern "C" Size reduce(const Reduce& asked, Team&) {
   return in_parts(*asked.state, asked.bytes, [&](int64_t done, int64_t part) {
     const auto way = part < SHARED_BYTES ? reduce_small : reduce_shared;
-    return way(*asked.state, team, asked.x + done, part, asked.kind, asked.is_max != 0);
+    return way(*asked.state, asked.x + done, part, asked.kind, asked.is_max != 0);
   });
 }
 
-extern "C" Size gather(const Gather& asked, Team& team) {
+extern "C" Size gather(const Gather& asked, Team&) {
   State& s = *asked.state;
   return in_parts(s, asked.bytes, [&](int64_t done, int64_t part) {
-    if (!meet(s, 1, team, [&](char* own) { std::memcpy(own, asked.x + done, part); })) return false;
+    if (!meet(s, 1, [&](char* own) { std::memcpy(own, asked.x + done, part); })) return false;
     for (int64_t rank = 0; rank < s.size; ++rank)
       std::memcpy(asked.out + rank * asked.bytes + done, slot(s, rank, s.operation), part);
     return true;
@@ -255,6 +255,6 @@ extern "C" Size gather(const Gather& asked, Team& team) {
 }
 
 // For messages that the caller copies in and out itself.
-extern "C" Size exchange(const Exchange& asked, Team& team) {
-  return in_parts(*asked.state, 1, [&](int64_t, int64_t) { return meet(*asked.state, 1, team, [](char*) {}); });
+extern "C" Size exchange(const Exchange& asked, Team&) {
+  return in_parts(*asked.state, 1, [&](int64_t, int64_t) { return meet(*asked.state, 1, [](char*) {}); });
 }

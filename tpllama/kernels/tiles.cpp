@@ -1,0 +1,287 @@
+// y = x times the transpose of w on Intel's AMX, for any number of rows of x (tokens), with weights that were laid out
+// for it when they were loaded: as right tiles, 16 rows of 4 bytes of each of 16 outputs. Tokens are left tiles, rows of
+// x as they are, so that y comes out as it is wanted, and nothing is turned or unpacked on the way.
+//
+// Up to 32 tokens read the weights once, as fast as memory gives them. For
+// more, a panel of weights stays in the first cache while tokens pass by it from the second.
+// Each sum is made in the order of k, whatever the number of tokens or threads.
+//
+// Gated, w has the outputs of two, gate and up, and y is silu(gate) * up.
+
+#include "tiles.h"
+
+#if HAS_TILES
+
+namespace {
+
+enum Kind { PLAIN, INT8 };  // bfloat16; int8, whose tokens become int8, too
+
+constexpr Size PANEL = 32;    // outputs that are multiplied at once: two tiles, behind each other in each step
+constexpr Size STEP = 2 * TILE;  // bytes of a panel for 64 bytes of each token
+constexpr Size BLOCK = 16;    // steps of a panel that are multiplied with all tokens before the next: 32 KiB
+constexpr Size AHEAD = 8192;  // bytes that are fetched ahead of what is read once
+
+struct Job {
+    bool is_gated;
+    Size outputs, tokens;
+    Tokens x;
+    const uint8_t *weight;     // [outputs / 32][steps][2][16 of k][16 outputs][4 bytes]; gated, the panels of up follow
+    const float *scale;        // of outputs, for INT8
+    float least_scale;
+    BFloat16 *y;               // [tokens, outputs]
+    bool is_large;             // y is written past the cache
+
+    Size steps, tiles;         // of columns, of tokens
+    Size first_tile, end_tile; // of those that a thread multiplies
+    uint8_t *packed;           // tokens: [tiles][steps][16 tokens][64 bytes]
+    float *token_scale;        // [tiles * 16]
+    bool is_tiny;              // values may be smaller than the processor's own rounding keeps
+};
+
+constexpr Form form_of(Kind kind) { return kind == INT8 ? BYTES : AS_THEY_ARE; }
+constexpr Size step_columns(Kind kind) { return kind == INT8 ? 64 : 32; }
+
+// Of gate's or of the only panel at an output, or, as part 1, of up's.
+INLINE Size row_of(const Job &job, Size output, Size part) { return output + part * job.outputs; }
+INLINE const uint8_t *weights(const Job &job, Size output, Size part, Size step) {
+    return job.weight + (row_of(job, output, part) / PANEL * job.steps + step) * STEP;
+}
+INLINE uint8_t *tokens(const Job &job, Size tile, Size step) { return job.packed + (tile * job.steps + step) * TILE; }
+
+template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
+    for (Size i = 0; i < 16; i++) {
+        const Size m = tile * 16 + i;
+        const Mapping q = m < job.tokens ? mapping<form_of(kind)>(job.x, m) : Mapping{1, 1, 0};
+        job.token_scale[m] = q.scale;
+        for (Size step = 0; step < job.steps; step++) {
+            __m512i line = _mm512_setzero_si512();
+            if (m < job.tokens) line = token64<form_of(kind)>(job.x, m, step * step_columns(kind), q);
+            _mm512_store_si512(tokens(job, tile, step) + i * 64, line);
+        }
+    }
+}
+
+// ---- results
+
+// 32 outputs of a token in float32, from `row` of w on.
+struct Values { __m512 low, high; };
+
+template <Kind kind> AVX512 INLINE Values scaled(const Job &job, __m512i low, __m512i high, Size m, Size row) {
+    if (kind == PLAIN) return {_mm512_castsi512_ps(low), _mm512_castsi512_ps(high)};
+    const __m512 token_scale = _mm512_set1_ps(job.token_scale[m]);
+    const Size left = (job.is_gated ? 2 : 1) * job.outputs - row;
+    auto value = [&](__m512i sum, Size first) AVX512 {
+        __m512 scale = load16(job.scale + row + first, first16(std::max(left - first, Size(0))));
+        return _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), token_scale), scale);
+    };
+    return {value(low, 0), value(high, 16)};
+}
+AVX512 INLINE __m512i as_bfloat16(const Values &x, bool is_tiny) {
+    if (!is_tiny) return (__m512i)_mm512_cvtne2ps_pbh(x.high, x.low);
+    __m256i low = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded16(x.low), 16));
+    __m256i high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded16(x.high), 16));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+// 32 outputs of token m of y, from the values of gate, or the only ones, and of up.
+AVX512 INLINE void store(const Job &job, Size m, Size output, const Values *parts) {
+    __m512i y = as_bfloat16(parts[0], job.is_tiny);
+    if (job.is_gated) y = gated32(y, as_bfloat16(parts[1], job.is_tiny));
+    BFloat16 *to = job.y + m * job.outputs + output;
+    if (job.is_large) _mm512_stream_si512(reinterpret_cast<__m512i *>(to), y);
+    else _mm512_mask_storeu_epi16(to, first32(job.outputs - output), y);
+}
+template <Kind kind> bool is_tiny(const Job &job) {
+    float least = 1;
+    for (Size m = 0; m < job.tokens; m++) least = job.token_scale[m] >= least ? least : job.token_scale[m];  // NaN, too
+    return kind == INT8 && !(least * job.least_scale >= 1.17549435e-38f);
+}
+
+// ---- tiles
+
+#define ADD(sum, left, right)                                               \
+    do {                                                                    \
+        if constexpr (kind == INT8) TILE_ADD_BYTES(sum, left, right);       \
+        else TILE_ADD(sum, left, right);                                    \
+    } while (0)
+
+// Weights that are read later, to be fetched into the second cache a few lines at a time.
+struct Fetch {
+    const uint8_t *next;
+    Size left, share;  // lines, and those of a step
+    INLINE void some() {
+        for (Size i = 0; i < share && left > 0; i++, left--, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+    }
+};
+
+// sums [2 tiles of outputs][T tiles of tokens] += tokens times a panel. is_once: the panel is read once, from memory.
+template <Kind kind, int T, bool is_once>
+AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_stride, Size steps, uint8_t *sums,
+                            bool is_first, Fetch &fetch) {
+    const Size stride = 64;
+    if (is_first) {
+        TILE_ZERO(0); TILE_ZERO(1);
+        if (T == 2) { TILE_ZERO(2); TILE_ZERO(3); }
+    } else {
+        TILE_LOAD_PAST(0, sums, stride); TILE_LOAD_PAST(1, sums + TILE, stride);
+        if (T == 2) { TILE_LOAD_PAST(2, sums + 2 * TILE, stride); TILE_LOAD_PAST(3, sums + 3 * TILE, stride); }
+    }
+    for (Size step = 0; step < steps; step++, panel += STEP, x += TILE) {
+        TILE_LOAD(4, panel, stride);
+        TILE_LOAD_PAST(6, x, stride);
+        ADD(0, 6, 4);
+        TILE_LOAD(5, panel + TILE, stride);
+        ADD(1, 6, 5);
+        if (T == 2) {
+            TILE_LOAD_PAST(7, x + x_stride, stride);
+            ADD(2, 7, 4);
+            ADD(3, 7, 5);
+        }
+        if (!is_once) fetch.some();
+        #pragma GCC unroll 32
+        for (Size at = 0; is_once && at < STEP; at += 64) _mm_prefetch(panel + AHEAD + at, _MM_HINT_T1);
+    }
+    TILE_STORE(0, sums); TILE_STORE(1, sums + TILE);
+    if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
+}
+
+// Panels from one output to another, of a thread's tokens: of some panels in turns the first block, then the next one.
+template <Kind kind, bool is_once>
+AVX512 void panels(const Job &job, Size begin, Size end, uint8_t *sums, Size turns) {
+    const Size pairs = (job.end_tile - job.first_tile + 1) / 2, parts = 1 + job.is_gated;
+    const Size block = is_once ? job.steps : BLOCK;
+    auto sums_at = [&](Size output, Size part, Size pair) {
+        return sums + (((output - begin) / PANEL % turns * parts + part) * pairs + pair) * 4 * TILE;
+    };
+    for (Size group = begin; group < end; group += turns * PANEL) {
+        const Size group_end = std::min(group + turns * PANEL, end);
+        for (Size step = 0; step < job.steps; step += block)
+            for (Size output = group; output < group_end; output += PANEL)
+                for (Size part = 0; part < parts; part++) {
+                    const Size count = std::min(job.steps - step, block);
+                    // What comes next lies behind, or is up's after gate's and gate's after up's.
+                    Size next = output, next_part = part + 1, next_step = step;
+                    if (next_part == parts) next_part = 0, next += PANEL;
+                    if (next >= group_end) next = group, next_step += block;
+                    if (next_step >= job.steps) next = group_end, next_step = 0;
+                    Fetch fetch{weights(job, next, next_part, next_step), 0, 0};
+                    if (next < end) fetch.left = std::min(job.steps - next_step, block) * STEP / 64;
+                    fetch.share = (fetch.left + count * pairs - 1) / (count * pairs);
+                    for (Size pair = 0; pair < pairs; pair++) {
+                        const Size tile = job.first_tile + pair * 2;
+                        auto add = tile + 1 < job.end_tile ? multiply<kind, 2, is_once> : multiply<kind, 1, is_once>;
+                        add(weights(job, output, part, step), tokens(job, tile, step), job.steps * TILE, count,
+                            sums_at(output, part, pair), step == 0, fetch);
+                    }
+                }
+        for (Size output = group; output < group_end; output += PANEL)
+            for (Size m = job.first_tile * 16; m < std::min(job.end_tile * 16, job.tokens); m++) {
+                Values found[2];
+                for (Size part = 0; part < parts; part++) {
+                    const Size row = m - job.first_tile * 16;
+                    const uint8_t *own = sums_at(output, part, row / 32) + row % 32 / 16 * 2 * TILE + row % 16 * 64;
+                    const __m512i low = _mm512_load_si512(own), high = _mm512_load_si512(own + TILE);
+                    found[part] = scaled<kind>(job, low, high, m, row_of(job, output, part));
+                }
+                store(job, m, output, found);
+            }
+    }
+    if (job.is_large) _mm_sfence();  // before others read y
+}
+
+template <Kind kind> void run(Job job, Team &team) {
+    const Size threads = team.size, parts = 1 + job.is_gated;
+    job.steps = (job.x.columns + step_columns(kind) - 1) / step_columns(kind);
+    const Size all = job.tokens, rounds = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + rounds - 1) / rounds, 32);
+    const Size token_bytes = most / 16 * job.steps * TILE, panel_count = (job.outputs + PANEL - 1) / PANEL;
+    const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
+    const Size own_bytes = turns * parts * most / 16 * 2 * TILE;
+    uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
+    job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
+    for (Size first = 0; first < all; first += most) {
+        Job round = job;
+        round.tokens = std::min(most, all - first), round.tiles = (round.tokens + 15) / 16;
+        round.x = job.x.from(first), round.y += first * job.outputs;
+        if (is_together(team)) {  // each thread has its own
+            for (Size tile = 0; tile < round.tiles; tile++) pack_tokens<kind>(round, tile);
+        } else {
+            share_out(team, round.tiles, [&](Size tile) { pack_tokens<kind>(round, tile); });
+        }
+        round.is_tiny = is_tiny<kind>(round);
+        const Size groups = token_groups(round.tokens, token_bytes, threads), in_group = threads / groups;
+        const Size pairs = (round.tiles + 1) / 2;
+        share_out(team, groups * in_group, [&](Size t) {
+            const Size group = t / in_group, place = t % in_group;
+            Job own = round;
+            own.first_tile = pairs * group / groups * 2;
+            own.end_tile = std::min(pairs * (group + 1) / groups * 2, round.tiles);
+            const Size begin = panel_count * place / in_group * PANEL;
+            const Size end = std::min(panel_count * (place + 1) / in_group * PANEL, job.outputs);
+            configure();
+            (round.tiles <= 2 ? panels<kind, true> : panels<kind, false>)(own, begin, end, scratch + t * own_bytes, turns);
+            release();
+        });
+    }
+}
+
+// 32 rows of w as a panel.
+AVX512 void lay(const uint8_t *from, Size rows, Size row_bytes, uint8_t *to) {
+    for (Size at = 0; at < row_bytes; at += 64)
+        for (Size tile = 0; tile < 2; tile++, to += TILE) {
+            __m512i lines[16];
+            for (Size i = 0; i < 16; i++) {
+                const Size row = tile * 16 + i;
+                const __mmask64 mask = row < rows ? first64(row_bytes - at) : 0;
+                lines[i] = _mm512_maskz_loadu_epi8(mask, from + row * row_bytes + at);
+            }
+            transpose(lines);
+            for (Size i = 0; i < 16; i++) _mm512_store_si512(to + i * 64, lines[i]);
+        }
+}
+}  // namespace
+
+extern "C" {
+
+// Null, or why these kernels can't run here.
+const char *why_not() { return why_no_tiles(); }
+
+struct Linear {  // `_Linear` in tiles.py
+    Size kind, is_gated, tokens, columns, outputs;  // gated, outputs are a multiple of 32
+    const BFloat16 *x;        // [tokens, columns]
+    const uint8_t *weight;    // as `lay_out` leaves it
+    const float *scale;       // of outputs, for INT8
+    const BFloat16 *extremes; // of tokens [2, tokens] that ranks agreed on; or null
+    BFloat16 *y;              // [tokens, outputs]
+    float least_scale;        // of outputs
+};
+
+Size linear(const Linear &asked, Team &team) {
+    if (!asked.tokens) return DONE;
+    Job job{};
+    job.is_gated = asked.is_gated, job.outputs = asked.outputs, job.tokens = asked.tokens;
+    job.x = {asked.x, asked.columns, asked.extremes, asked.tokens};
+    job.weight = asked.weight, job.scale = asked.scale, job.least_scale = asked.least_scale, job.y = asked.y;
+    job.is_large = is_large(asked.y, asked.tokens, asked.outputs);
+    (asked.kind == INT8 ? run<INT8> : run<PLAIN>)(job, team);
+    return DONE;
+}
+
+struct LayOut {  // `_LayOut` in tiles.py
+    Size rows, row_bytes;
+    const uint8_t *from;  // [rows, row_bytes]
+    uint8_t *to;          // zeros up to 32 rows and 64 bytes
+};
+
+Size lay_out(const LayOut &asked, Team &team) {
+    const Size panel_bytes = up(asked.row_bytes, 64) * PANEL;
+    share_out(team, (asked.rows + PANEL - 1) / PANEL, [&](Size panel) {
+        const Size first = panel * PANEL;
+        lay(asked.from + first * asked.row_bytes, asked.rows - first, asked.row_bytes, asked.to + panel * panel_bytes);
+    });
+    return DONE;
+}
+}
+#else
+extern "C" {
+const char *why_not() { return "not an x86 processor with Linux"; }
+}
+#endif
