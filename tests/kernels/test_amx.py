@@ -1,4 +1,4 @@
-"""Our own kernels for many tokens: right at any shape, the same for a token whoever is beside it."""
+"""Our own kernels on AMX: right at any shape, the same for a token whoever is beside it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,27 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.making import ON_CPU, ROUNDING, make, tokens_as_seen, values
+from kernels.making import ON_CPU, ROUNDING, tokens_as_seen, values
+from kernels.making import make as make_any
 from torch import Tensor, nn
 
-from tpllama.kernels import amx, fused, own, small_m
-from tpllama.kernels.cpu import Int8DynamicLinear, Int8TilesLinear
-from tpllama.kernels.linear import quantize_tokens
-from tpllama.kernels.pack import pack
+from tpllama.kernels import amx, fused, own, small_m, tiles
+from tpllama.kernels.cpu import Int8DynamicLinear, TilesLinear
+from tpllama.kernels.linear import PlainLinear, quantize_tokens
+from tpllama.kernels.pack import pack as pack_any
 
 pytestmark = pytest.mark.skipif(not amx.is_there(), reason=amx.why_not() or "")
 BFLOAT16 = torch.bfloat16
+AS_ROWS = "none, as rows"  # as a head that is tied to the embedding has them
+NAMES = [*ON_CPU, AS_ROWS]
+
+
+def make(name: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Any, Tensor]:
+    return make_any(name.partition(",")[0], shape, dtype, seed)
+
+
+def pack(name: str, weight: Any, bias: Tensor | None = None, agree_max: Any = None) -> Any:
+    return pack_any(weight, bias, "cpu", agree_max, is_shared=name == AS_ROWS)
 
 
 @contextmanager
@@ -37,10 +48,14 @@ def ours(packed: nn.Module, x: Tensor) -> Tensor:
 
 
 def others(packed: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(packed, Int8TilesLinear):
-        rows = packed.tiles.transpose(1, 2).reshape(len(packed.tiles) * 16, -1)
+    if isinstance(packed, TilesLinear):
+        panels = packed.tiles.view(torch.int32)  # [panels, steps, 2, 16 of k, 16 outputs]
+        rows = panels.permute(0, 2, 4, 1, 3).reshape(32 * len(panels), -1).view(packed.tiles.dtype)
         rows = rows[: packed.out_features, : x.shape[-1]].contiguous()
-        packed = Int8DynamicLinear(rows, packed.scale, packed.bias, packed.agree_max)
+        if packed.scale is None:
+            packed = PlainLinear.from_neutral(rows, packed.bias, None)
+        else:
+            packed = Int8DynamicLinear(rows, packed.scale, packed.bias, packed.agree_max)
     with from_row(1 << 30):
         return packed(x)
 
@@ -55,18 +70,18 @@ def tokens(count: int, columns: int, seed: int = 0) -> Tensor:
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(ON_CPU), rows=st.one_of(st.integers(1, 70), st.just(530)), outputs=st.integers(1, 290),
+    name=st.sampled_from(NAMES), rows=st.one_of(st.integers(1, 70), st.just(530)), outputs=st.integers(1, 290),
     columns=st.one_of(st.integers(1, 200), st.integers(1, 20).map(lambda n: 32 * n), st.integers(2000, 2200)),
     with_bias=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_shape_equals_float64_and_the_other_kernels(
     name: str, rows: int, outputs: int, columns: int, with_bias: bool, seed: int
 ) -> None:
-    if name != "none":  # torchao can't do with one column, nor its int4 with odd ones
+    if not name.startswith("none"):  # torchao can't do with one column, nor its int4 with odd ones
         columns += columns % 2
     weight, bias = make(name, (outputs, columns), BFLOAT16, seed)
     x = tokens(rows, columns, seed)
-    packed = pack(weight, bias if with_bias else None, "cpu")
+    packed = pack(name, weight, bias if with_bias else None)
     y = ours(packed, x)
     seen, own_bias = tokens_as_seen(x, weight), bias.double() if with_bias else None
     exact = F.linear(seen, values(weight), own_bias)
@@ -80,7 +95,7 @@ def test_int8dq_is_the_librarys_bit_for_bit() -> None:
     """Also where outputs are among bfloat16's smallest numbers."""
     for outputs, columns, size in ((64, 256, 1.0), (33, 70, 1.0), (18, 2100, 1.0), (40, 64, 1e-33)):
         weight, _ = make("int8dq", (outputs, columns), BFLOAT16)
-        packed, x = pack(weight, None, "cpu"), tokens(40, columns)
+        packed, x = pack("int8dq", weight), tokens(40, columns)
         packed.scale *= size
         x[3] = torch.linspace(-255, 255, columns).round() / 2  # ties
         q, scale = quantize_tokens(x, None)
@@ -95,19 +110,19 @@ def test_int8dq_is_the_librarys_bit_for_bit() -> None:
 def test_a_range_that_ranks_agreed_on_counts(name: str) -> None:
     weight, _ = make(name, (40, 256), BFLOAT16)
     x = tokens(600, 256)  # more than are multiplied at once
-    y = ours(pack(weight, None, "cpu", lambda extremes: extremes * 2), x)
-    assert torch.equal(y, torch.cat([ours(pack(weight, None, "cpu", lambda e: e * 2), part) for part in x.split(77)]))
-    assert not torch.equal(y, ours(pack(weight, None, "cpu"), x))
+    y = ours(pack(name, weight, None, lambda extremes: extremes * 2), x)
+    assert torch.equal(y, torch.cat([ours(pack(name, weight, None, lambda e: e * 2), part) for part in x.split(77)]))
+    assert not torch.equal(y, ours(pack(name, weight), x))
     if name == "int8dq":
-        assert torch.equal(y, others(pack(weight, None, "cpu", lambda extremes: extremes * 2), x))
+        assert torch.equal(y, others(pack(name, weight, None, lambda extremes: extremes * 2), x))
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_token_is_computed_alike_whoever_is_beside_it(name: str) -> None:
     """One, a few, and more than are multiplied at once; in one block of columns and in two."""
     for columns in (256, 2304):
         weight, _ = make(name, (100, columns), BFLOAT16)
-        packed, x = pack(weight, None, "cpu"), tokens(530, columns)
+        packed, x = pack(name, weight), tokens(530, columns)
         together = ours(packed, x)
         for first, last in ((0, 1), (1, 3), (3, 19), (19, 51), (51, 180), (180, 530)):
             assert torch.equal(ours(packed, x[first:last]), together[first:last])
@@ -115,7 +130,7 @@ def test_a_token_is_computed_alike_whoever_is_beside_it(name: str) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(ON_CPU), rows=st.one_of(st.integers(1, 70), st.just(530)),
+    name=st.sampled_from(NAMES), rows=st.one_of(st.integers(1, 70), st.just(530)),
     outputs=st.one_of(st.integers(1, 150), st.integers(1, 5).map(lambda n: 32 * n)),
     columns=st.one_of(st.integers(2, 200).map(lambda n: 2 * n), st.integers(2000, 2200).map(lambda n: n // 2 * 2)),
     threads=st.integers(1, 3), seed=st.integers(0, 99),
@@ -128,11 +143,11 @@ def test_gate_and_up_at_once_are_gate_and_up(
     torch.set_num_threads(threads)
     try:
         weight, _ = make(name, (2 * outputs, columns), BFLOAT16, seed)
-        packed: Any = pack(weight, None, "cpu")
+        packed: Any = pack(name, weight)
         x = tokens(rows, columns, seed) * 3
         with from_row(1):
             found = own.gated(x, packed.own_weight())
-        if name == "int8dq" and outputs % amx.TILE_OUTPUTS:
+        if isinstance(packed, TilesLinear) and outputs % tiles.PANEL_OUTPUTS:
             assert found is None  # up would begin within a tile
             return
         assert found is not None
@@ -142,11 +157,12 @@ def test_gate_and_up_at_once_are_gate_and_up(
         torch.set_num_threads(before)
 
 
-def test_silu_of_every_value() -> None:
+@pytest.mark.parametrize("name", ["none", AS_ROWS])
+def test_silu_of_every_value(name: str) -> None:
     gates = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BFLOAT16)
     weight = torch.stack((gates, torch.ones_like(gates)), 0).flatten()[:, None]  # all gates, and up is 1
     x = torch.ones(40, 1).to(BFLOAT16)
-    packed: Any = pack(weight.contiguous(), None, "cpu")
+    packed: Any = pack(name, weight.contiguous())
     with from_row(1):
         found = own.gated(x, packed.own_weight())
     # Tiles take the smallest numbers for zeros.
@@ -159,9 +175,9 @@ def test_silu_of_every_value() -> None:
 def test_threads_share_the_outputs() -> None:
     before = torch.get_num_threads()
     try:
-        for name in ON_CPU:
+        for name in NAMES:
             weight, _ = make(name, (200, 256), BFLOAT16)
-            packed, x = pack(weight, None, "cpu"), tokens(50, 256)
+            packed, x = pack(name, weight), tokens(50, 256)
             found = []
             for threads in (1, 2, 3, 16):
                 torch.set_num_threads(threads)
@@ -171,10 +187,10 @@ def test_threads_share_the_outputs() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_value_that_is_no_number_shows_in_its_token_alone(name: str) -> None:
     weight, _ = make(name, (32, 128), BFLOAT16)
-    packed = pack(weight, None, "cpu")
+    packed = pack(name, weight)
     for bad in (float("nan"), -float("nan"), float("inf")):
         x = torch.randn(20, 128).to(BFLOAT16)
         good = ours(packed, x)
@@ -188,17 +204,18 @@ def test_a_value_that_is_no_number_shows_in_its_token_alone(name: str) -> None:
 
 def test_compiled_layers_use_it() -> None:
     weight, _ = make("int8dq", (64, 128), BFLOAT16)
-    packed = pack(weight, None, "cpu")
+    packed = pack("int8dq", weight)
     compiled = torch.compile(packed, backend="aot_eager", dynamic=True, fullgraph=True)
     for count in (2, 40, 130):
         x = tokens(count, 128)
         assert torch.equal(compiled(x), packed(x))
 
 
-def test_the_library_computes_between_two_calls() -> None:
+@pytest.mark.parametrize("name", ["none", AS_ROWS])
+def test_the_library_computes_between_two_calls(name: str) -> None:
     """It has its own settings of the tiles, on the same threads."""
-    weight, _ = make("none", (64, 256), BFLOAT16)
-    packed, x, a = pack(weight, None, "cpu"), tokens(40, 256), torch.randn(256, 256).to(BFLOAT16)
+    weight, _ = make(name, (64, 256), BFLOAT16)
+    packed, x, a = pack(name, weight), tokens(40, 256), torch.randn(256, 256).to(BFLOAT16)
     y, product = ours(packed, x), a @ a
     for _ in range(3):
         assert torch.equal(ours(packed, x), y)
@@ -211,7 +228,7 @@ def test_without_it_others_compute_and_say_so() -> None:
         assert amx.kernel_name("int8").startswith(small_m.kernel_name())
         assert "AMX" not in amx.kernel_name("int8")
         weight, _ = make("int8wo", (64, 256), BFLOAT16)
-        packed, x = pack(weight, None, "cpu"), torch.randn(64, 256).to(BFLOAT16)
+        packed, x = pack("int8wo", weight), torch.randn(64, 256).to(BFLOAT16)
         assert not amx.fits("int8", x)
         assert torch.equal(packed(x), others(packed, x))
     with from_row(3):

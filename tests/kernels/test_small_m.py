@@ -21,7 +21,7 @@ from torchao.quantization.quant_primitives import (
 )
 
 from tpllama.build import weight_bytes
-from tpllama.kernels import amx, small_m
+from tpllama.kernels import amx, small_m, tiles
 from tpllama.kernels.cpu import Int4Linear
 from tpllama.kernels.int4 import OwnInt4Linear, pack_int4
 from tpllama.kernels.linear import quantize_tokens, token_range
@@ -35,7 +35,7 @@ BFLOAT16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def without_amx() -> Iterator[None]:
     """Many tokens are the library's here."""
-    with patch.object(amx, "_native", lambda: "not here"):
+    with patch.object(amx, "_native", lambda: "not here"), patch.object(tiles, "_native", lambda: "not here"):
         yield
 
 

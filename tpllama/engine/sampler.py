@@ -27,6 +27,7 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 # Elements of noise that are computed together: on a CPU a dozen operations over them stay in its cache.
 _CPU_BLOCK, _GPU_BLOCK = 2**18, 2**25
 
+_MAXIMUM_BLOCK = 128
 # Each row's largest score and its column, [rows] each.
 _Best = tuple[Tensor, Tensor]
 
@@ -118,8 +119,15 @@ def is_plainly_greedy(draw: Draw) -> bool:
 
 
 def _likeliest(scores: Tensor, _draws: Sequence[Draw]) -> _Best:
-    value, column = scores.max(dim=-1)
-    return value, column
+    """The first of the largest, or NaN. By blocks: on a CPU a maximum with its place takes ten times one without."""
+    count, width = scores.shape
+    if scores.device.type != "cpu" or width % _MAXIMUM_BLOCK or not count:
+        value, place = scores.max(dim=-1)
+        return value, place
+    blocks = scores.view(count, -1, _MAXIMUM_BLOCK)
+    block = blocks.amax(-1).max(-1).indices
+    value, place = blocks[torch.arange(count), block].max(-1)
+    return value, block * _MAXIMUM_BLOCK + place
 
 
 def _scaled(scores: Tensor, draws: Sequence[Draw]) -> Tensor:

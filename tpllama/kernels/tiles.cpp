@@ -20,6 +20,7 @@ constexpr Size PANEL = 32;    // outputs that are multiplied at once: two tiles,
 constexpr Size STEP = 2 * TILE;  // bytes of a panel for 64 bytes of each token
 constexpr Size BLOCK = 16;    // steps of a panel that are multiplied with all tokens before the next: 32 KiB
 constexpr Size AHEAD = 8192;  // bytes that are fetched ahead of what is read once
+constexpr Size MEANWHILE = 4; // lines that are fetched while a token's results are made
 
 struct Job {
     bool is_gated;
@@ -104,12 +105,15 @@ template <Kind kind> bool is_tiny(const Job &job) {
         else TILE_ADD(sum, left, right);                                    \
     } while (0)
 
-// Weights that are read later, to be fetched into the second cache a few lines at a time.
+// Weights that are read later, to be fetched into the second cache line by line.
 struct Fetch {
-    const uint8_t *next;
-    Size left, share;  // lines, and those of a step
-    INLINE void some() {
-        for (Size i = 0; i < share && left > 0; i++, left--, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+    const uint8_t *next, *end;
+    Size share;  // lines of a step
+    INLINE void some(Size lines) {
+        for (Size i = 0; i < lines && next < end; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+    }
+    INLINE void up_to(const uint8_t *place) {
+        for (; next < place; next += 64) _mm_prefetch(next, _MM_HINT_T1);
     }
 };
 
@@ -126,19 +130,20 @@ AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_strid
         if (T == 2) { TILE_LOAD_PAST(2, sums + 2 * TILE, stride); TILE_LOAD_PAST(3, sums + 3 * TILE, stride); }
     }
     for (Size step = 0; step < steps; step++, panel += STEP, x += TILE) {
+        if (is_once) fetch.up_to(panel + STEP + AHEAD);
+        else fetch.some(fetch.share);
         TILE_LOAD(4, panel, stride);
-        TILE_LOAD_PAST(6, x, stride);
+        if (is_once) TILE_LOAD(6, x, stride);
+        else TILE_LOAD_PAST(6, x, stride);
         ADD(0, 6, 4);
         TILE_LOAD(5, panel + TILE, stride);
         ADD(1, 6, 5);
         if (T == 2) {
-            TILE_LOAD_PAST(7, x + x_stride, stride);
+            if (is_once) TILE_LOAD(7, x + x_stride, stride);
+            else TILE_LOAD_PAST(7, x + x_stride, stride);
             ADD(2, 7, 4);
             ADD(3, 7, 5);
         }
-        if (!is_once) fetch.some();
-        #pragma GCC unroll 32
-        for (Size at = 0; is_once && at < STEP; at += 64) _mm_prefetch(panel + AHEAD + at, _MM_HINT_T1);
     }
     TILE_STORE(0, sums); TILE_STORE(1, sums + TILE);
     if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
@@ -152,6 +157,9 @@ AVX512 void panels(const Job &job, Size begin, Size end, uint8_t *sums, Size tur
     auto sums_at = [&](Size output, Size part, Size pair) {
         return sums + (((output - begin) / PANEL % turns * parts + part) * pairs + pair) * 4 * TILE;
     };
+    Fetch ahead[2];  // once: of gate and of up; they go on while results are made
+    for (Size part = 0; part < parts; part++)
+        ahead[part] = {weights(job, begin, part, 0), weights(job, up(end, PANEL), part, 0), 0};
     for (Size group = begin; group < end; group += turns * PANEL) {
         const Size group_end = std::min(group + turns * PANEL, end);
         for (Size step = 0; step < job.steps; step += block)
@@ -163,14 +171,14 @@ AVX512 void panels(const Job &job, Size begin, Size end, uint8_t *sums, Size tur
                     if (next_part == parts) next_part = 0, next += PANEL;
                     if (next >= group_end) next = group, next_step += block;
                     if (next_step >= job.steps) next = group_end, next_step = 0;
-                    Fetch fetch{weights(job, next, next_part, next_step), 0, 0};
-                    if (next < end) fetch.left = std::min(job.steps - next_step, block) * STEP / 64;
-                    fetch.share = (fetch.left + count * pairs - 1) / (count * pairs);
+                    Fetch fetch{weights(job, next, next_part, next_step), nullptr, 0};
+                    const Size lines = next < end ? std::min(job.steps - next_step, block) * STEP / 64 : 0;
+                    fetch.end = fetch.next + lines * 64, fetch.share = (lines + count * pairs - 1) / (count * pairs);
                     for (Size pair = 0; pair < pairs; pair++) {
                         const Size tile = job.first_tile + pair * 2;
                         auto add = tile + 1 < job.end_tile ? multiply<kind, 2, is_once> : multiply<kind, 1, is_once>;
                         add(weights(job, output, part, step), tokens(job, tile, step), job.steps * TILE, count,
-                            sums_at(output, part, pair), step == 0, fetch);
+                            sums_at(output, part, pair), step == 0, is_once ? ahead[part] : fetch);
                     }
                 }
         for (Size output = group; output < group_end; output += PANEL)
@@ -181,6 +189,7 @@ AVX512 void panels(const Job &job, Size begin, Size end, uint8_t *sums, Size tur
                     const uint8_t *own = sums_at(output, part, row / 32) + row % 32 / 16 * 2 * TILE + row % 16 * 64;
                     const __m512i low = _mm512_load_si512(own), high = _mm512_load_si512(own + TILE);
                     found[part] = scaled<kind>(job, low, high, m, row_of(job, output, part));
+                    if (is_once) ahead[part].some(MEANWHILE);
                 }
                 store(job, m, output, found);
             }
