@@ -30,12 +30,12 @@ from tpllama import LLM, SamplingParams
 from tpllama.engine.text import Prompt
 from tpllama.kernels import own
 from tpllama.kernels.layer import RecordedLayers
-from tpllama.recording import Recording
+from tpllama.recording import Call, Recording
 
 PARTS = ("weights", "attention", "collectives", "sampling", "scheduler", "rest", "idle")
 _COLLECTIVES = ("sum", "max", "gather", "broadcast")
 # Of our C functions, as steps are recorded in them.
-_OF_FUNCTION = {"linear": "weights", "extremes": "weights", "attend": "attention"}
+_OF_FUNCTION = {"linear": "weights", "extremes": "weights", "attend": "attention", "reduce": "collectives"}
 _TRACED_DECODES = 8
 
 
@@ -117,7 +117,7 @@ def instrument(llm: LLM) -> Stopwatch:
 def _time_recordings(watch: Stopwatch) -> None:
     def replay(self: Recording) -> None:
         for call in self.calls:
-            part = _OF_FUNCTION.get(getattr(call.func, "__name__", ""))  # type: ignore[attr-defined]
+            part = _OF_FUNCTION.get(call.function.__name__) if isinstance(call, Call) else "collectives"
             (watch.timed(part, call) if part else call)()
 
     Recording.replay = replay  # type: ignore[method-assign]

@@ -128,7 +128,7 @@ def test_eos_is_one_id_or_many_or_none(value: Any, expected: tuple[int, ...]) ->
     assert read(eos_token_id=value).eos_token_ids == token_ids(value) == expected
 
 
-@pytest.mark.parametrize("value", ["2", 2.0, True, [2, None], [[2]], {"id": 2}])
+@pytest.mark.parametrize("value", ["2", 2.0, True, [2, None], [[2]], {"id": 2}, -1, 1 << 31, [2, 10**30]])
 def test_other_forms_of_eos_are_refused(value: Any) -> None:
     assert "eos_token_id" in error(eos_token_id=value)
 
@@ -249,7 +249,7 @@ def test_rope_factors_are_positive_numbers(value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "original_max_position_embeddings"])
-@pytest.mark.parametrize("value", ["10000", -1])
+@pytest.mark.parametrize("value", ["10000", -1, 0])
 def test_rope_numbers_outside_the_rope_object_are_positive(name: str, value: Any) -> None:
     assert f"{name} = {value!r}" in error(**{name: value})
 
@@ -315,6 +315,12 @@ def test_merging_keeps_its_arguments_and_every_value_of_the_overrides(fields: An
         ("tp", 0),
         ("max_batch_size", 0),
         ("max_seq_len", 1),
+        ("model", None),
+        ("torchao_config", None),
+        ("torchao_config", 5),
+        ("llama_model", 5),
+        ("json_model_override_args", "x"),
+        ("json_model_override_args", 1),
     ],
 )
 def test_impossible_options_are_named(name: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 
@@ -59,6 +60,14 @@ class EngineConfig:
         ):
             if value not in allowed:
                 raise UserError(f"found {name} {value!r}, expected one of {', '.join(allowed)}")
+        for name, kinds, expected in (
+            ("model", (str, PathLike), "a checkpoint's name or path"),
+            ("torchao_config", str, "a recipe's name or @file.json"),
+            ("llama_model", (str, type(None)), "a name or None"),
+            ("json_model_override_args", (Mapping, type(None)), "an object of config fields or None"),
+        ):
+            if not isinstance(getattr(self, name), kinds):
+                raise UserError(f"found {name} {str(getattr(self, name))[:60]!r}, expected {expected}")
         for name, least, is_optional in (
             ("tp", 1, False), ("max_batch_size", 1, False), ("max_batch_tokens", 1, False), ("block_size", 1, True),
             ("kv_cache_memory", 1, True), ("swap_memory", 0, True),

@@ -175,7 +175,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 1 << 31 for each in ids):
         raise UserError(f"found eos_token_id {value!r}, expected a token id or a list of them")
     return tuple(ids)
 
@@ -242,7 +242,7 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
     theta = _number("rope_theta", given.pop("rope_theta", 10000.0))
     # Phi-3's spelling, outside the RoPE object, has priority, as in transformers.
     inner = given.pop("original_max_position_embeddings", None) or _positive(fields, "max_position_embeddings", 2048)
-    original = _number("original_max_position_embeddings", fields.get("original_max_position_embeddings") or inner)
+    original = _number("original_max_position_embeddings", _given(fields, "original_max_position_embeddings", inner))
     if given.pop("partial_rotary_factor", 1) != 1:
         raise UserError("found partial_rotary_factor in the RoPE settings, expected 1.0, partial rotation is no Llama")
     if rope_type not in ROPE_TYPES:
@@ -272,8 +272,8 @@ def _rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Both spellings in one. Raises UserError where they contradict each other: one of them would go unheard."""
     merged: dict[str, Any] = {}
     for name in ("rope_theta", "rope_scaling", "rope_parameters"):
-        given = fields.get(name) or {}
-        given = {"rope_theta": given} if name == "rope_theta" and given else given
+        given = fields.get(name)
+        given = {"rope_theta": given} if name == "rope_theta" and given is not None else given or {}
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
             raise UserError(f"found {name} = {json.dumps(given)[:60]}, expected one flat object for all layers")
         given = {"rope_type": given.get("type"), **given}

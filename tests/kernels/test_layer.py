@@ -18,7 +18,7 @@ from tpllama.build import weight_bytes
 from tpllama.engine.batch import Batch, Chunk
 from tpllama.engine.cache import PagedCache
 from tpllama.engine.memory import CacheShape
-from tpllama.kernels import amx, fused
+from tpllama.kernels import fused, tiles
 from tpllama.kernels.layer import FusedLayer, FusedNorm, join
 from tpllama.kernels.linear import DequantizingLinear
 from tpllama.kernels.pack import pack
@@ -181,12 +181,6 @@ def test_what_differs_is_not_joined() -> None:
     assert join([linears("int4wo-32")[0], linears("int4wo-64")[0]], as_it_is) is None
 
 
-@pytest.mark.skipif(not amx.is_there(), reason=amx.why_not() or "")
-def test_what_ends_within_a_tile_is_not_joined() -> None:
-    for sizes in ((64, 48), (40, 40)):
-        assert join(linears("int8dq", sizes), as_it_is) is None
-
-
 @pytest.mark.parametrize("tp", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["none", "int8dq", "int4wo-32"])
 def test_ranks_agree_with_the_reference_forward(make_checkpoint: Callable[..., Path], recipe: str, tp: int) -> None:
@@ -213,8 +207,9 @@ def test_who_gets_fused_layers(make_checkpoint: Callable[..., Path]) -> None:
     found = layer(dtype="bfloat16")
     assert isinstance(found, FusedLayer)
     # One memory for the joint weight and its parts.
-    parts = [proj.weight for proj in (found.self_attn.q_proj, found.self_attn.k_proj, found.self_attn.v_proj)]
-    whole = found.qkv.joint.weight.untyped_storage()
+    attention, held = found.self_attn, "tiles" if tiles.is_there() else "weight"
+    parts = [getattr(proj, held) for proj in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    whole = getattr(found.qkv.joint, held).untyped_storage()
     assert {part.untyped_storage().data_ptr() for part in parts} == {whole.data_ptr()}
     assert whole.nbytes() == sum(part.nbytes for part in parts)
     assert isinstance(layer(dtype="float32"), DecoderLayer)

@@ -131,7 +131,6 @@ class TilesLinear(nn.Module):
         super().__init__()
         self.kind: laid_out.Kind = "plain_tiles" if scale is None else "int8_tiles"
         self.out_features = outputs
-        self.is_padded = outputs % laid_out.PANEL_OUTPUTS != 0
         self.least_scale = 1.0 if scale is None else float(scale.min())
         self.register_buffer("tiles", tiles)
         self.register_buffer("scale", scale)
@@ -139,9 +138,12 @@ class TilesLinear(nn.Module):
         self.agree_max = agree_max
 
     @staticmethod
-    def fits(form: Form, dtype: torch.dtype) -> bool:
+    def fits(form: Form, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel, and tiles are whole."""
         is_known = form.kind == "plain" or (form.kind == "int8" and form.dynamic)
-        return is_known and dtype == torch.bfloat16 and laid_out.is_there()
+        row_bytes = columns * (2 if form.kind == "plain" else 1)
+        is_whole = rows % laid_out.PANEL_OUTPUTS == 0 and row_bytes % laid_out.ROW_BYTES == 0
+        return is_known and is_whole and dtype == torch.bfloat16 and laid_out.is_there()
 
     @classmethod
     def from_neutral(cls, weight: Any, bias: Tensor | None, agree_max: AgreeMax | None) -> TilesLinear:
@@ -161,9 +163,7 @@ class TilesLinear(nn.Module):
 
     @staticmethod
     def packed_bytes(form: Form, rows: int, columns: int, dtype: torch.dtype) -> int:
-        if form.kind == "plain":
-            return laid_out.laid_out_bytes(rows, columns, dtype)
-        return laid_out.laid_out_bytes(rows, columns, torch.int8) + rows * 4
+        return rows * columns * dtype.itemsize if form.kind == "plain" else rows * columns + rows * 4
 
 
 class Int4Linear(nn.Module):

@@ -176,8 +176,6 @@ def join(linears: Sequence[Any], place: Place) -> nn.Module | None:
     has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in linears)
     if len(kinds) > 1 or has_hooks or type(first) not in _JOINABLE or getattr(first, "agree_max", None):
         return None
-    if any(getattr(each, "is_padded", False) for each in linears):
-        return None
     lengths_per_output = {tuple(len(x) / outputs_of(each) for x in _tensors(each).values()) for each in linears}
     if len(lengths_per_output) > 1:
         return None  # each is padded by itself

@@ -26,7 +26,7 @@ def choose(
     form: Form, rows: int, columns: int, device: str, dtype: torch.dtype, capability: cuda.Capability | None = None
 ) -> type[PackedLinear]:
     """The packed linear for a local weight [rows, columns] of a model in `dtype`. capability: of a GPU not here."""
-    if device == "cpu" and TilesLinear.fits(form, dtype):
+    if device == "cpu" and TilesLinear.fits(form, rows, columns, dtype):
         return TilesLinear
     if form.kind == "plain":
         return PlainLinear

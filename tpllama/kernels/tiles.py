@@ -16,7 +16,7 @@ from tpllama.recording import call, callable_in, fields
 Kind = Literal["plain_tiles", "int8_tiles"]
 KINDS: dict[str, int] = {"plain_tiles": 0, "int8_tiles": 1}  # as tiles.cpp counts
 # What weights are filled up to with zeros: a panel's outputs, and the bytes of each in a tile.
-PANEL_OUTPUTS, _ROW_BYTES = 32, 64
+PANEL_OUTPUTS, ROW_BYTES = 32, 64
 
 
 def with_tiles(name: str) -> ctypes.CDLL | str:
@@ -79,16 +79,10 @@ def lay_out(weight: Tensor) -> Tensor:
     """
     weight = weight.contiguous()
     outputs, columns = weight.shape
-    each = _ROW_BYTES // weight.element_size()
+    each = ROW_BYTES // weight.element_size()
     tiles = weight.new_empty(-(-outputs // PANEL_OUTPUTS), -(-columns // each), 2, 16, each)
     call(_compiled().lay_out, _LayOut(outputs, columns * weight.element_size(), weight.data_ptr(), tiles.data_ptr()))
     return tiles
-
-
-def laid_out_bytes(outputs: int, columns: int, dtype: torch.dtype) -> int:
-    """What `lay_out` of such a weight holds."""
-    rows = -(-outputs // PANEL_OUTPUTS) * PANEL_OUTPUTS
-    return rows * -(-columns * dtype.itemsize // _ROW_BYTES) * _ROW_BYTES
 
 
 def linear(

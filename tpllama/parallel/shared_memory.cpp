@@ -223,28 +223,22 @@ template <class Step> int64_t in_parts(State& s, int64_t total, Step step) {
 
 }  // namespace
 
-// What is asked of a function: `_Reduce`, `_Gather` and `_Exchange` in shared_memory.py.
-struct Reduce {
+// What is asked of a function; `_Message` in shared_memory.py.
+struct Message {
   int64_t bytes, kind, is_max;
   State* state;
   char* x;
+  char* out;  // gathered
 };
-struct Gather {
-  int64_t bytes;
-  State* state;
-  const char* x;
-  char* out;
-};
-struct Exchange { State* state; };
 
-extern "C" Size reduce(const Reduce& asked, Team&) {
+extern "C" Size reduce(const Message& asked, Team&) {
   return in_parts(*asked.state, asked.bytes, [&](int64_t done, int64_t part) {
     const auto way = part < SHARED_BYTES ? reduce_small : reduce_shared;
     return way(*asked.state, asked.x + done, part, asked.kind, asked.is_max != 0);
   });
 }
 
-extern "C" Size gather(const Gather& asked, Team&) {
+extern "C" Size gather(const Message& asked, Team&) {
   State& s = *asked.state;
   return in_parts(s, asked.bytes, [&](int64_t done, int64_t part) {
     if (!meet(s, 1, [&](char* own) { std::memcpy(own, asked.x + done, part); })) return false;
@@ -255,6 +249,6 @@ extern "C" Size gather(const Gather& asked, Team&) {
 }
 
 // For messages that the caller copies in and out itself.
-extern "C" Size exchange(const Exchange& asked, Team&) {
+extern "C" Size exchange(const Message& asked, Team&) {
   return in_parts(*asked.state, 1, [&](int64_t, int64_t) { return meet(*asked.state, 1, [](char*) {}); });
 }

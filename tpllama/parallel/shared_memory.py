@@ -56,22 +56,10 @@ class _State(ctypes.Structure):
     operation: int
 
 
-class _Reduce(ctypes.Structure):
-    """`Reduce` of shared_memory.cpp."""
+class _Message(ctypes.Structure):
+    """`Message` of shared_memory.cpp."""
 
-    _fields_ = fields("bytes kind is_max", "state x")
-
-
-class _Gather(ctypes.Structure):
-    """`Gather` of shared_memory.cpp."""
-
-    _fields_ = fields("bytes", "state x out")
-
-
-class _Exchange(ctypes.Structure):
-    """`Exchange` of shared_memory.cpp."""
-
-    _fields_ = fields("", "state")
+    _fields_ = fields("bytes kind is_max", "state x out")
 
 
 def is_available() -> bool:
@@ -86,21 +74,6 @@ def _native() -> ctypes.CDLL | None:
         return None
     callable_in(native, "reduce", "gather", "exchange")
     return native
-
-
-class _Waiter:
-    """Has deaths and Ctrl-C seen while a function of shared_memory.cpp waits."""
-
-    def __init__(self, ranks: SharedMemoryRanks) -> None:
-        self._ranks = ranks
-
-    def check(self, rank: int) -> None:
-        self._ranks._check_alive(rank)
-
-    def give_up(self) -> None:
-        """The next call begins anew."""
-        state = self._ranks._state
-        state.done, state.entered, state.late = 0, 0, -1
 
 
 class SharedMemoryRanks:
@@ -121,7 +94,6 @@ class SharedMemoryRanks:
         numbers = (self.rank, self.size, _SLOT_BYTES, _NATIVE_SPINS if self._spins else 0)
         self._state = _State(*numbers, data.data_ptr(), self._slots.data_ptr(), 0, 0, 0, -1)
         self._state_at = ctypes.addressof(self._state)
-        self._waiter = _Waiter(weakref.proxy(self))
         self._reduce_in_graph = self._operator()
         self._kinds = {dtype: kind for kind, dtype in enumerate(_NATIVE_DTYPES)} if self._native else {}
 
@@ -177,8 +149,8 @@ class SharedMemoryRanks:
         kind = self._kinds.get(x.dtype)
         if kind is None or self._native is None:
             return self._reduce_by_torch(x, combine)
-        asked = _Reduce(x.nbytes, kind, combine is torch.maximum, self._state_at, x.data_ptr())
-        call(self._native.reduce, asked, waiter=self._waiter)
+        asked = _Message(x.nbytes, kind, combine is torch.maximum, self._state_at, x.data_ptr())
+        call(self._native.reduce, asked, waiter=self)
         return x
 
     def _reduce_by_torch(self, x: Tensor, combine: Callable[..., Tensor]) -> Tensor:
@@ -195,8 +167,8 @@ class SharedMemoryRanks:
         x = x.contiguous()
         gathered = torch.empty(self.size, *x.shape, dtype=x.dtype)
         if self._native is not None:
-            asked = _Gather(x.nbytes, self._state_at, x.data_ptr(), gathered.data_ptr())
-            call(self._native.gather, asked, waiter=self._waiter)
+            asked = _Message(x.nbytes, 0, 0, self._state_at, x.data_ptr(), gathered.data_ptr())
+            call(self._native.gather, asked, waiter=self)
             return gathered
         per_slot = _SLOT_BYTES // x.element_size()
         parts = gathered.view(self.size, x.numel()).split(per_slot, dim=1)
@@ -233,7 +205,7 @@ class SharedMemoryRanks:
     def _enter(self) -> Tensor:
         """Counts this rank in and waits for all others: their slots of this operation, [size, bytes]."""
         if self._native is not None:
-            call(self._native.exchange, _Exchange(self._state_at), waiter=self._waiter)
+            call(self._native.exchange, _Message(0, 0, 0, self._state_at), waiter=self)
             return self._slots[:, self._state.operation & 1]
         self._state.operation += 1
         counters, operation = self._counters, self._state.operation
@@ -258,19 +230,23 @@ class SharedMemoryRanks:
                 sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)
             if now - checked > _CHECK_EVERY_S:
                 checked = now
-                self._check_alive(other)
+                self.check(other)
 
     def break_off(self) -> None:
         """Has the others end with an error where they wait for this rank, whose process may go on without them."""
         self._counters[self.rank * _COUNTER_STRIDE + _FLAG] = 1
 
-    def _check_alive(self, other: int) -> None:
+    def give_up(self) -> None:
+        """A call of C was broken off: the next one begins anew."""
+        self._state.done, self._state.entered, self._state.late = 0, 0, -1
+
+    def check(self, rank: int) -> None:
         """Raises RankLost for a process that is gone, or has ended, but its parent has taken no note of it yet."""
-        if self._counters[other * _COUNTER_STRIDE + _FLAG]:
-            raise RankLost(f"{self._names[other]} broke off")
+        if self._counters[rank * _COUNTER_STRIDE + _FLAG]:
+            raise RankLost(f"{self._names[rank]} broke off")
         try:
-            state = Path(f"/proc/{self._pids[other]}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{self._pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             state = "X"
         if state in ("X", "Z"):
-            raise RankLost(f"{self._names[other]} is gone")
+            raise RankLost(f"{self._names[rank]} is gone")
