@@ -75,9 +75,9 @@ def main() -> None:
     packed: list[dict[str, Tensor]] = []
     pack = composition.pack
 
-    def recording_pack(weight: Tensor, *rest: Any) -> nn.Module:
+    def recording_pack(weight: Tensor, *rest: Any, **options: Any) -> nn.Module:
         packed.append(weight_parts(weight))
-        return pack(weight, *rest)
+        return pack(weight, *rest, **options)
 
     composition.pack = recording_pack
     if size > 1:

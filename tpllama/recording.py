@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,10 +30,9 @@ from tpllama.native import library
 
 _aten = torch.ops.aten
 # They say where memory lies, and compute nothing.
-_WITHOUT_WORK = frozenset({
-    _aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.split_with_sizes.default,
-    _aten.view.default, _aten.detach.default,
-})  # fmt: skip
+_NEW = frozenset({_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default})
+_VIEWS = frozenset({_aten.split_with_sizes.default, _aten.view.default, _aten.detach.default})
+_LEAST_BYTES = 4096
 _DONE = -1  # what a C function returns, unless it is to be called again
 
 
@@ -81,25 +84,47 @@ class Call(NamedTuple):
             raise
 
 
+class Memory:
+    """Memory of recordings that are never replayed at the same time, for tensors that live one after another.
+
+    What is free when a tensor is made is so in each replay, too: calls are made in the order in which they were.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[NDArray[np.uint8]]] = defaultdict(list)
+        self.bytes = 0
+
+    def like(self, x: Tensor) -> Tensor:
+        """A tensor like x, without gaps, in memory that is free again when it, and all views of it, are gone."""
+        size = max(_LEAST_BYTES, 1 << max(x.nbytes - 1, 0).bit_length())
+        if not self._free[size]:
+            self.bytes += size
+        block = self._free[size].pop() if self._free[size] else torch.empty(size, dtype=torch.uint8).numpy()
+        lent = block[: x.nbytes]
+        weakref.finalize(lent, self._free[size].append, block)
+        return torch.from_numpy(lent).view(x.dtype).view(x.shape)
+
+
 class Recording(TorchDispatchMode):
-    """Calls in their order, of C and of Python, and the tensors that they are about.
+    """Calls in their order, of C and of Python, with the tensors that they make in `memory`.
 
     obstacle: what was computed that a replay would leave out, if so. It is no error: all was computed, once, and in
     step with other ranks, whose recordings may be whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call | Callable[[], object]] = []
-        self.held: list[object] = []
+        self.memory = memory
         self.obstacle: str | None = None
         self._steps: list[Callable[[], object]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function not in _WITHOUT_WORK:
+        if function in _NEW:
+            return self.memory.like(result)
+        if function not in _VIEWS:
             self.obstacle = str(function)
-        self.held.append(result)
         return result
 
     def finish(self) -> None:
@@ -168,9 +193,9 @@ _current: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 @contextmanager
-def recording() -> Iterator[Recording]:
+def recording(memory: Memory) -> Iterator[Recording]:
     """Records what is called in the block."""
-    made = Recording()
+    made = Recording(memory)
     token = _current.set(made)
     try:
         with made:

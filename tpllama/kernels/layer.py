@@ -18,11 +18,11 @@ from tpllama.kernels import fused, own
 from tpllama.kernels.cpu import Int8DynamicLinear, RowScaledLinear, TilesLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import PlainLinear
-from tpllama.recording import recording
+from tpllama.recording import Memory, recording
 
 _JOINABLE = (PlainLinear, RowScaledLinear, Int8DynamicLinear, TilesLinear, OwnInt4Linear)
-# Tokens of a step that is recorded: of more, Python's part is small, and what is held is large.
-_MOST_RECORDED = 8
+# Tokens of a step that is recorded: of more, Python's part is small.
+_MOST_RECORDED = 32
 _CosSin = tuple[Tensor, Tensor]
 Place = Callable[[nn.Module], nn.Module]
 
@@ -112,6 +112,7 @@ class RecordedLayers(nn.ModuleList):
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__(layers)
         self._recorded: dict[int, _RecordedStep] = {}
+        self._memory = Memory()
         self._caches: Sequence[Cache] | None = None  # in which the recorded steps store
         self._most = _MOST_RECORDED
 
@@ -124,7 +125,7 @@ class RecordedLayers(nn.ModuleList):
             self._caches = caches
         if (recorded := self._recorded.get(len(x))) is not None:
             return recorded.run(x, cos_sin, step)
-        recorded = _RecordedStep(self._run, x, cos_sin, caches, step)
+        recorded = _RecordedStep(self._run, self._memory, x, cos_sin, caches, step)
         if recorded.is_whole:
             self._recorded[len(x)] = recorded
         else:
@@ -133,7 +134,7 @@ class RecordedLayers(nn.ModuleList):
 
     def forget(self) -> None:
         """Has steps recorded anew."""
-        self._recorded = {}
+        self._recorded, self._memory = {}, Memory()
 
     def _run(self, x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache] | None) -> Tensor:
         for index, layer in enumerate(self):
@@ -148,11 +149,12 @@ class _RecordedStep:
     """
 
     def __init__(
-        self, compute: Callable[..., Tensor], x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache], step: fused.Step
-    ) -> None:
+        self, compute: Callable[..., Tensor], memory: Memory, x: Tensor, cos_sin: _CosSin, caches: Sequence[Cache],
+        step: fused.Step,
+    ) -> None:  # fmt: skip
         self._inputs = x.clone(), *(each.contiguous().clone() for each in cos_sin)
         self._step = step
-        with recording() as self._recording:
+        with recording(memory) as self._recording:
             self.result = compute(self._inputs[0], self._inputs[1:], caches)
         self.is_whole = self._recording.obstacle is None
 

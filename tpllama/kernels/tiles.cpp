@@ -2,9 +2,9 @@
 // for it when they were loaded: as right tiles, 16 rows of 4 bytes of each of 16 outputs. Tokens are left tiles, rows of
 // x as they are, so that y comes out as it is wanted, and nothing is turned or unpacked on the way.
 //
-// Up to 32 tokens read the weights once, as fast as memory gives them. For
-// more, a panel of weights stays in the first cache while tokens pass by it from the second.
-// Each sum is made in the order of k, whatever the number of tokens or threads.
+// Up to 32 tokens read the weights once, as fast as memory gives them. For more, a panel of weights stays in the first
+// cache while tokens pass by it from the second. Each sum is made in the order of k, whatever the number of tokens or
+// threads.
 //
 // Gated, w has the outputs of two, gate and up, and y is silu(gate) * up.
 
