@@ -32,8 +32,9 @@ from shapes import SHAPES
 from torch import nn
 
 from tpllama.build import weight_bytes
-from tpllama.kernels import small_m
-from tpllama.kernels.cpu import Int4Linear
+from tpllama.kernels import amx, small_m
+from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear
+from tpllama.kernels.linear import PlainLinear
 from tpllama.kernels.pack import pack
 from tpllama.kernels.pages import WeightMemory
 from tpllama.quantization.quantize import quantize
@@ -42,6 +43,10 @@ from tpllama.quantization.recipes import RECIPES
 ON_CPU = ["none"] + [name for name, each in RECIPES.items() if each is not None and "cpu" in each.family.devices]
 
 
+# The library's linears of families for which ours lay weights differently.
+LIBRARY: dict[str, Any] = {
+    "none": PlainLinear, "int8dq": Int8DynamicLinear, "int4wo": Int4Linear, "8da4w": Int4Linear
+}  # fmt: skip
 # Seconds at the start and the end of each pass of each way, on one rank.
 Passes = dict[str, list[tuple[float, float]]]
 
@@ -66,8 +71,8 @@ def linears(recipe_name: str, shapes: list[tuple[int, int]]) -> tuple[list[nn.Mo
             weight: Any = torch.empty(rows, columns, dtype=torch.bfloat16).normal_(std=0.02)
             weight = weight if recipe is None else quantize(weight, recipe, slice(0, columns))
             packed = pack(weight, None, "cpu")
-            is_int4 = recipe is not None and recipe.family.kind == "int4"
-            made[rows, columns] = packed, Int4Linear.from_neutral(weight, None, None) if is_int4 else packed
+            kind = LIBRARY.get("none" if recipe is None else recipe.family.name)
+            made[rows, columns] = packed, packed if kind is None else kind.from_neutral(weight, None, None)
         ours, theirs = made[rows, columns]
         own.append(memory.place(copy.deepcopy(ours)))
         library.append(own[-1] if theirs is ours else memory.place(copy.deepcopy(theirs)))
@@ -79,7 +84,7 @@ def reader(modules: list[nn.Module]) -> Callable[[], object]:
     compiled = compile_reader()
     if compiled is None:
         raise SystemExit("linears: error: found no C compiler, expected one")
-    parts = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if tensor.dim() == 2]
+    parts = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers()) if tensor.dim() > 1]
     return lambda: [compiled.read_all(tensor.data_ptr(), tensor.nbytes // 256 * 4, 1) for tensor in parts]
 
 
@@ -105,7 +110,7 @@ def passes(own: list[nn.Module], library: list[nn.Module], rows: int, repeats: i
             module(xs[columns])
 
     def run_library() -> None:
-        with patch.object(small_m, "_level", lambda: -1):
+        with patch.object(small_m, "_level", lambda: -1), patch.object(amx, "_native", lambda: "left out"):
             run(library)
 
     ways: dict[str, Callable[[], object]] = {"own": lambda: run(own), "library": run_library}

@@ -212,11 +212,7 @@ def callable_in(compiled: ctypes.CDLL, *names: str) -> None:
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_ssize_t
 
 
-def call(
-    function: Any,
-    arguments: ctypes.Structure,
-    waiter: Waiter | None = None,
-) -> None:
+def call(function: Any, arguments: ctypes.Structure, waiter: Waiter | None = None) -> None:
     """Calls a C function now and, if this is recorded, whenever it is replayed."""
     made = Call(function, arguments, waiter)
     made()

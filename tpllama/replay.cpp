@@ -18,7 +18,7 @@ extern "C" {
 // begin with it again; else `count`.
 Size replay(const Call *calls, Size first, Size count, Size threads, Size *ended) {
     std::vector<Arrival> arrivals(threads);
-    Size stopped = count;
+    std::atomic<Size> stopped{count};
     *ended = DONE;
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
