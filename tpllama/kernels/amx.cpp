@@ -354,7 +354,7 @@ template <Kind kind> void run(Job job, Team &team) {
     const Size threads = team.size;
     job.steps = (job.columns + STEP - 1) / STEP;
     const Size all = job.tokens, parts = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + parts - 1) / parts, 32);
-    const Size token_bytes = most / 16 * job.steps * TILE, panels = (job.outputs + PANEL - 1) / PANEL;
+    const Size token_bytes = most / 16 * job.steps * TILE;
     const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
     const Size own_bytes = PANELS * PANEL_BYTES + turns * PANELS * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
@@ -363,19 +363,14 @@ template <Kind kind> void run(Job job, Team &team) {
         Job part = job;
         part.tokens = std::min(most, all - first), part.tiles = (part.tokens + 15) / 16;
         part.x = job.x.from(first), part.y += first * job.outputs;
-        if (is_together(team))  // each thread has its own
-            for (Size tile = 0; tile < part.tiles; tile++) pack_tokens<kind>(part, tile);
-        else share_out(team, part.tiles, [&](Size tile) { pack_tokens<kind>(part, tile); });
+        pack_all(team, part.tiles, [&](Size tile) { pack_tokens<kind>(part, tile); });
         const Size groups = token_groups(part.tokens, token_bytes, threads), in_group = threads / groups;
-        const Size pairs = (part.tiles + 1) / 2;
         share_out(team, groups * in_group, [&](Size t) {
-            const Size group = t / in_group, place = t % in_group;
+            const Share share = share_of(t, groups, in_group, part.tiles, job.outputs, PANEL);
             Job own = part;
-            own.first_tile = pairs * group / groups * 2;
-            own.end_tile = std::min(pairs * (group + 1) / groups * 2, part.tiles);
-            Size begin = panels * place / in_group * PANEL, end = panels * (place + 1) / in_group * PANEL;
+            own.first_tile = share.first_tile, own.end_tile = share.end_tile;
             configure();
-            units<kind>(own, begin, std::min(end, job.outputs), scratch + t * own_bytes, turns);
+            units<kind>(own, share.begin, share.end, scratch + t * own_bytes, turns);
             release();
         });
     }

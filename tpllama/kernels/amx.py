@@ -6,7 +6,6 @@ A prompt, or a step of several texts, is bound by multiplication: its tokens sha
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
@@ -14,20 +13,15 @@ from torch import Tensor
 from tpllama.kernels import small_m
 from tpllama.kernels.small_m import KINDS, Kind
 from tpllama.kernels.tiles import with_tiles
-from tpllama.recording import call, callable_in, fields
+from tpllama.recording import call, fields
 
 # From this many rows of activations on they beat small_m.cpp. Of int8_dynamic, tiles.py has all.
 MANY_ROWS: dict[str, int] = {"plain": 4, "int8": 7, "float8": 6, "int4": 6, "int4_dynamic": 8}
 
 
-@functools.cache
 def _native() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
-    compiled = with_tiles("amx.cpp")
-    if isinstance(compiled, str):
-        return compiled
-    callable_in(compiled, "linear")
-    return compiled
+    return with_tiles("amx.cpp", "linear")
 
 
 class _Linear(ctypes.Structure):

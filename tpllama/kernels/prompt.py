@@ -6,7 +6,6 @@ A token's result depends neither on what is computed beside it nor on how its pr
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Sequence
 
@@ -14,17 +13,12 @@ from torch import Tensor
 
 from tpllama.kernels.fused import INTEGERS, Spans, flattened
 from tpllama.kernels.tiles import with_tiles
-from tpllama.recording import call, callable_in, fields
+from tpllama.recording import call, fields
 
 
-@functools.cache
 def _native() -> ctypes.CDLL | str:
     """The compiled function, or why there is none."""
-    compiled = with_tiles("prompt.cpp")
-    if isinstance(compiled, str):
-        return compiled
-    callable_in(compiled, "attend_prompts")
-    return compiled
+    return with_tiles("prompt.cpp", "attend_prompts")
 
 
 def is_available() -> bool:

@@ -201,7 +201,7 @@ template <Kind kind> void run(Job job, Team &team) {
     const Size threads = team.size, parts = 1 + job.is_gated;
     job.steps = (job.x.columns + step_columns(kind) - 1) / step_columns(kind);
     const Size all = job.tokens, rounds = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + rounds - 1) / rounds, 32);
-    const Size token_bytes = most / 16 * job.steps * TILE, panel_count = (job.outputs + PANEL - 1) / PANEL;
+    const Size token_bytes = most / 16 * job.steps * TILE;
     const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
     const Size own_bytes = turns * parts * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
@@ -210,23 +210,16 @@ template <Kind kind> void run(Job job, Team &team) {
         Job round = job;
         round.tokens = std::min(most, all - first), round.tiles = (round.tokens + 15) / 16;
         round.x = job.x.from(first), round.y += first * job.outputs;
-        if (is_together(team)) {  // each thread has its own
-            for (Size tile = 0; tile < round.tiles; tile++) pack_tokens<kind>(round, tile);
-        } else {
-            share_out(team, round.tiles, [&](Size tile) { pack_tokens<kind>(round, tile); });
-        }
+        pack_all(team, round.tiles, [&](Size tile) { pack_tokens<kind>(round, tile); });
         round.is_tiny = is_tiny<kind>(round);
         const Size groups = token_groups(round.tokens, token_bytes, threads), in_group = threads / groups;
-        const Size pairs = (round.tiles + 1) / 2;
+        const auto multiply_all = round.tiles <= 2 ? panels<kind, true> : panels<kind, false>;
         share_out(team, groups * in_group, [&](Size t) {
-            const Size group = t / in_group, place = t % in_group;
+            const Share share = share_of(t, groups, in_group, round.tiles, job.outputs, PANEL);
             Job own = round;
-            own.first_tile = pairs * group / groups * 2;
-            own.end_tile = std::min(pairs * (group + 1) / groups * 2, round.tiles);
-            const Size begin = panel_count * place / in_group * PANEL;
-            const Size end = std::min(panel_count * (place + 1) / in_group * PANEL, job.outputs);
+            own.first_tile = share.first_tile, own.end_tile = share.end_tile;
             configure();
-            (round.tiles <= 2 ? panels<kind, true> : panels<kind, false>)(own, begin, end, scratch + t * own_bytes, turns);
+            multiply_all(own, share.begin, share.end, scratch + t * own_bytes, turns);
             release();
         });
     }

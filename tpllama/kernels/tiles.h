@@ -139,6 +139,21 @@ template <Form form> AVX512 INLINE __m512i token64(const Tokens &tokens, Size m,
     }
 }
 
+// Every tile of tokens by `pack`. Together, each thread has its own.
+template <class Pack> void pack_all(Team &team, Size tiles, const Pack &pack) {
+    if (!is_together(team)) return share_out(team, tiles, pack);
+    for (Size tile = 0; tile < tiles; tile++) pack(tile);
+}
+
+// What thread t multiplies, of groups that share out tokens, and within each the outputs, by panels.
+struct Share { Size first_tile, end_tile, begin, end; };
+inline Share share_of(Size t, Size groups, Size in_group, Size tiles, Size outputs, Size panel) {
+    const Size group = t / in_group, place = t % in_group, pairs = (tiles + 1) / 2;
+    const Size panels = (outputs + panel - 1) / panel;
+    return {pairs * group / groups * 2, std::min(pairs * (group + 1) / groups * 2, tiles),
+            panels * place / in_group * panel, std::min(panels * (place + 1) / in_group * panel, outputs)};
+}
+
 // ---- results
 
 // Whether y leaves the cache before anybody reads it: then it is written past it, in whole lines.

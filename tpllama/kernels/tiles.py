@@ -19,23 +19,25 @@ KINDS: dict[str, int] = {"plain_tiles": 0, "int8_tiles": 1}  # as tiles.cpp coun
 PANEL_OUTPUTS, ROW_BYTES = 32, 64
 
 
-def with_tiles(name: str) -> ctypes.CDLL | str:
-    """A file of this folder, compiled, or why it can't run here. Asks the system for AMX, for the whole process."""
+@functools.cache
+def with_tiles(name: str, *functions: str) -> ctypes.CDLL | str:
+    """A file of this folder, compiled, with functions for `call`, or why it can't run here.
+
+    Asks the system for AMX, for the whole process.
+    """
     compiled = library(Path(__file__).with_name(name))
     if isinstance(compiled, str):
         return compiled
     compiled.why_not.restype = ctypes.c_char_p
-    reason = compiled.why_not()
-    return compiled if reason is None else str(reason.decode())
+    if (reason := compiled.why_not()) is not None:
+        return str(reason.decode())
+    callable_in(compiled, *functions)
+    return compiled
 
 
-@functools.cache
 def _native() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
-    compiled = with_tiles("tiles.cpp")
-    if not isinstance(compiled, str):
-        callable_in(compiled, "linear", "lay_out")
-    return compiled
+    return with_tiles("tiles.cpp", "linear", "lay_out")
 
 
 class _Linear(ctypes.Structure):
