@@ -27,6 +27,7 @@ from tpllama.config import EngineConfig
 from tpllama.kernels.linear import int4_parts
 from tpllama.parallel.mesh import join, leave
 from tpllama.parallel.place import Place
+from tpllama.quantization.recipes import HEAD
 from tpllama.start import draw_blueprint, run_model
 
 
@@ -96,6 +97,8 @@ def main() -> None:
         }
         if case["keeps_weights"]:
             names = [name for name, _ in named_linears(meta_model(blueprint.config))]
+            if blueprint.config.tie_word_embeddings and blueprint.decisions[HEAD].recipe is None:
+                names.sort(key=lambda name: name != HEAD)  # packed with the embedding, before all others
             result["weights"] = dict(zip(names, packed, strict=True))
         torch.save(result, Path(orders["out"]) / f"{case['key']}.tp{size}.rank{rank}.pt")
     leave()

@@ -22,7 +22,7 @@ from tpllama.checkpoint.open import Checkpoint
 from tpllama.config import UserError
 from tpllama.engine.executor import ModelMetadata
 from tpllama.kernels.layer import FusedLayer, FusedNorm, RecordedLayers, fits
-from tpllama.kernels.pack import pack
+from tpllama.kernels.pack import pack, tied_embedding
 from tpllama.kernels.pages import WeightMemory
 from tpllama.model.llama import Decoder, Llama
 from tpllama.parallel.collectives import Ranks
@@ -106,7 +106,11 @@ class _Loader:
         decoder = model.model
         ends = {[*layer.modules()][-1]: index for index, layer in enumerate(decoder.layers)} if self.is_fused else {}
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
+            if name == EMBEDDING and self._is_head_tied:
+                yield self._tied_embedding(model)
+            elif name == HEAD and self._is_head_tied:
+                continue
+            elif isinstance(module, nn.Linear):
                 yield self._linear(name, module, model)
             else:
                 for parameter_name, parameter in module.named_parameters(recurse=False):
@@ -134,16 +138,26 @@ class _Loader:
         def place(tensors: Iterator[Tensor]) -> None:
             own_bias = next(tensors) if bias else None
             agree_max = self.ranks.max if is_row_split else None
-            packed = pack(weight_of(tensors), own_bias, self.device.type, agree_max, is_shared=self._is_embedding(name))
+            packed = pack(weight_of(tensors), own_bias, self.device.type, agree_max)
             is_placed_later = self.is_fused and ".layers." in name
             model.set_submodule(name, packed if is_placed_later else self.memory.place(packed))
 
         return [*bias, *jobs], place
 
-    def _is_embedding(self, name: str) -> bool:
-        """Whether a linear's weight is the embedding's, one memory for both."""
-        is_plain = self.blueprint.decisions[name].recipe is None
-        return name == HEAD and self.blueprint.config.tie_word_embeddings and is_plain
+    @property
+    def _is_head_tied(self) -> bool:
+        """Whether head and embedding are one memory."""
+        return self.blueprint.config.tie_word_embeddings and self.blueprint.decisions[HEAD].recipe is None
+
+    def _tied_embedding(self, model: Llama) -> tuple[list[Job], Place]:
+        """Packed as the head, which reads all of it in each step; of the embedding a few rows are looked up."""
+
+        def place(tensors: Iterator[Tensor]) -> None:
+            head = self.memory.place(pack(next(tensors), None, self.device.type))
+            model.set_submodule(HEAD, head)
+            model.set_submodule(EMBEDDING, tied_embedding(head))
+
+        return [(f"{EMBEDDING}.weight", owned_slices(model.model.embed_tokens.weight))], place
 
     def _weight(
         self, name: str, linear: nn.Linear, model: Llama, is_row_split: bool
@@ -151,8 +165,6 @@ class _Loader:
         """What to read for a linear's weight, and the plain or neutral tensor that becomes of it."""
         recipe = self.blueprint.decisions[name].recipe
         is_tied = name == HEAD and self.blueprint.config.tie_word_embeddings
-        if self._is_embedding(name):
-            return [], lambda _: model.model.embed_tokens.weight.detach()
         rows, columns = owned_slices(linear.weight)
         source = f"{EMBEDDING if is_tied else name}.weight"
         if recipe is None:

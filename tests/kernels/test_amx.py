@@ -17,13 +17,15 @@ from kernels.making import make as make_any
 from torch import Tensor, nn
 
 from tpllama.kernels import amx, fused, own, small_m, tiles
-from tpllama.kernels.cpu import Int8DynamicLinear, TilesLinear
+from tpllama.kernels.cpu import Int8DynamicLinear, TilesEmbedding, TilesLinear
 from tpllama.kernels.linear import PlainLinear, quantize_tokens
 from tpllama.kernels.pack import pack as pack_any
+from tpllama.kernels.pack import tied_embedding
+from tpllama.recording import Memory, recording
 
 pytestmark = pytest.mark.skipif(not amx.is_there(), reason=amx.why_not() or "")
 BFLOAT16 = torch.bfloat16
-AS_ROWS = "none, as rows"  # as a head that is tied to the embedding has them
+AS_ROWS = "none, as rows"  # as weights have them whose tiles aren't whole
 NAMES = [*ON_CPU, AS_ROWS]
 
 
@@ -34,7 +36,9 @@ def make(name: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -
 def pack(name: str, weight: Any, bias: Tensor | None = None, agree_max: Any = None) -> Any:
     if name in ("none", "int8dq"):  # also where `choose` takes others, as tiles are not whole
         return TilesLinear.from_neutral(weight, bias, agree_max)
-    return pack_any(weight, bias, "cpu", agree_max, is_shared=name == AS_ROWS)
+    if name == AS_ROWS:
+        return PlainLinear.from_neutral(weight, bias, agree_max)
+    return pack_any(weight, bias, "cpu", agree_max)
 
 
 @contextmanager
@@ -203,6 +207,48 @@ def test_a_value_that_is_no_number_shows_in_its_token_alone(name: str) -> None:
         assert torch.equal(y[rest], good[rest])
         assert torch.equal(y[7].isfinite(), other[7].isfinite())
         assert not y[7].isfinite().any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("outputs", "columns"), [(1, 70), (32, 64), (96, 40), (352, 2048)])
+def test_a_team_computes_what_one_caller_has_computed(name: str, outputs: int, columns: int) -> None:
+    weight, _ = make(name, (outputs, columns), BFLOAT16)
+    packed: Any = pack(name, weight)
+    before = torch.get_num_threads()
+    for count in (1, 5, 17, 32, 40):
+        x = tokens(count, columns)
+        with from_row(1), recording(Memory()) as made:
+            y = own.linear(x, packed.own_weight())
+        assert y is not None
+        expected = y.clone()
+        for threads in (1, 2, 3):
+            y.fill_(torch.nan)
+            torch.set_num_threads(threads)
+            made.replay()
+            assert torch.equal(y, expected)
+    torch.set_num_threads(before)
+
+
+def test_an_embedding_has_the_rows_of_the_head_that_it_is_tied_to() -> None:
+    weight = torch.randn(96, 160).to(BFLOAT16)
+    head = pack_any(weight, None, "cpu")
+    embedding = tied_embedding(head)
+    assert isinstance(embedding, TilesEmbedding)
+    assert embedding.tiles.data_ptr() == head.tiles.data_ptr()
+    ids = torch.randint(96, (3, 7))
+    assert torch.equal(embedding(ids), weight[ids])
+    assert torch.equal(embedding(ids.t()), weight[ids.t()])
+    assert embedding(ids[:0]).shape == (0, 7, 160)
+    for token in (-1, 96):
+        with pytest.raises(IndexError, match=f"found token {token}, expected 0 to 95"):
+            embedding(torch.tensor([3, token]))
+
+
+def test_an_embedding_without_tiles_is_the_heads_weight() -> None:
+    head = pack_any(torch.randn(90, 160).to(BFLOAT16), None, "cpu")
+    embedding: Any = tied_embedding(head)
+    assert embedding.weight.data_ptr() == head.weight.data_ptr()
+    assert torch.equal(embedding(torch.tensor([3, 89])), head.weight[[3, 89]])
 
 
 def test_compiled_layers_use_it() -> None:

@@ -17,7 +17,7 @@ from tpllama.engine.attention_plan import Planner, spans_of
 from tpllama.engine.batch import Batch, Copy, Run
 from tpllama.engine.memory import SCALED_FORMS, CacheShape
 from tpllama.engine.native import NativeAttention
-from tpllama.kernels import fused
+from tpllama.kernels import fused, pages
 from tpllama.kernels.cpu import widen
 
 _WIDENED_SLOTS = 512
@@ -221,9 +221,11 @@ def slots_of(runs: tuple[Run, ...], start: int, stop: int, shape: CacheShape) ->
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, which on the CPU take memory only where they are written."""
+    """Zeros, which on the CPU take memory only where they are written, a huge page at a time."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if pages.are_there():
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

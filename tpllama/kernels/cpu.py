@@ -166,6 +166,27 @@ class TilesLinear(nn.Module):
         return rows * columns * dtype.itemsize if form.kind == "plain" else rows * columns + rows * 4
 
 
+class TilesEmbedding(nn.Module):
+    """Rows of a plain weight that is laid out: of the head that the embedding is tied to, in one memory."""
+
+    tiles: Tensor
+
+    def __init__(self, head: TilesLinear) -> None:
+        super().__init__()
+        self.num_embeddings = head.out_features
+        self.register_buffer("tiles", head.tiles)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [...] to bfloat16 [..., columns]. Raises IndexError for a token beyond the vocabulary."""
+        flat = tokens.reshape(-1)
+        if len(flat):
+            lowest, highest = map(int, flat.aminmax())
+            if not 0 <= lowest <= highest < self.num_embeddings:
+                found = lowest if lowest < 0 else highest
+                raise IndexError(f"found token {found}, expected 0 to {self.num_embeddings - 1}")
+        return laid_out.take_rows(self.tiles, flat).unflatten(0, tokens.shape)
+
+
 class Int4Linear(nn.Module):
     """Int4 weights, two a byte, a scale and a zero per group: int4wo and, with int8 tokens, 8da4w."""
 

@@ -19,6 +19,7 @@
 #pragma GCC optimize("no-trapping-math")  // or loops with conditions stay scalar
 #endif
 #define INLINE inline __attribute__((always_inline))
+#define FETCH(address) __builtin_prefetch(address, 0, 2)  // to the second cache, which has more in flight
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
@@ -177,15 +178,17 @@ INLINE void rotate(const BFloat16 *x, const BFloat16 *cos, const BFloat16 *sin, 
     for (; i < half; i++) turn(i, 1);
 }
 
-INLINE void keep_any(const Heads &h, Size begin, Size end) {
+using Rotate = void (*)(const BFloat16 *x, const BFloat16 *cos, const BFloat16 *sin, Size dim, BFloat16 *y);
+
+INLINE void keep_any(const Heads &h, Size begin, Size end, Rotate turn = rotate) {
     const Size kv_size = h.kv_heads * h.dim;
     for (Size m = begin; m < end; m++) {
         BFloat16 *q = h.q + m * h.q_stride, *k = h.k + m * h.k_stride;
         BFloat16 *keys = h.keys ? h.keys + h.step->slots[m] * kv_size : k;
         if (h.cos) {
             const BFloat16 *cos = h.cos + m * h.dim, *sin = h.sin + m * h.dim;
-            for (Size i = 0; i < h.heads; i++) rotate(q + i * h.dim, cos, sin, h.dim, q + i * h.dim);
-            for (Size i = 0; i < h.kv_heads; i++) rotate(k + i * h.dim, cos, sin, h.dim, keys + i * h.dim);
+            for (Size i = 0; i < h.heads; i++) turn(q + i * h.dim, cos, sin, h.dim, q + i * h.dim);
+            for (Size i = 0; i < h.kv_heads; i++) turn(k + i * h.dim, cos, sin, h.dim, keys + i * h.dim);
         } else if (h.keys) {
             std::memcpy(keys, k, 2 * kv_size);
         }
@@ -294,6 +297,26 @@ AVX512 INLINE __m512i rounded32(__m512 even, __m512 odd) {
     return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(rounded16(even), 16), rounded16(odd));
 }
 
+// x * cos + y * sin, whose products are rounded, too.
+AVX512 INLINE __m512 turned16(__m512 x, __m512 cos, __m512 y, __m512 sin) {
+    return _mm512_add_ps(odd16(rounded16(_mm512_mul_ps(x, cos))), odd16(rounded16(_mm512_mul_ps(y, sin))));
+}
+AVX512 INLINE __m512i turned32(__m512i x, __m512i cos, __m512i y, __m512i sin) {
+    return rounded32(turned16(even16(x), even16(cos), even16(y), even16(sin)),
+                     turned16(odd16(x), odd16(cos), odd16(y), odd16(sin)));
+}
+AVX512 void rotate_avx512(const BFloat16 *x, const BFloat16 *cos, const BFloat16 *sin, Size dim, BFloat16 *y) {
+    const Size half = dim / 2;
+    const __m512i sign = _mm512_set1_epi16(short(0x8000));
+    for (Size i = 0; i < half; i += 32) {
+        const __mmask32 mask = first32(half - i);
+        auto load = [&](const BFloat16 *from) AVX512 { return _mm512_maskz_loadu_epi16(mask, from + i); };
+        const __m512i a = load(x), b = load(x + half);
+        _mm512_mask_storeu_epi16(y + i, mask, turned32(a, load(cos), _mm512_xor_si512(b, sign), load(sin)));
+        _mm512_mask_storeu_epi16(y + i + half, mask, turned32(b, load(cos + half), a, load(sin + half)));
+    }
+}
+
 // Eight elements of each query lie together, [dim / 8, QUERIES, 8]: a key's eight, four times over, meet them all.
 AVX512 void pack_avx512(const BFloat16 *q, int queries, Size dim, BFloat16 *packed) {
     for (Size c = 0; c < dim; c += 8)
@@ -333,7 +356,7 @@ AVX512 INLINE void scores_avx512(const BFloat16 *q, const Tile &tile, float scal
             }
         }
         for (int j = 0; j < TOKENS; j++)
-            for (Size c = 0; c < tile.dim; c += 32) __builtin_prefetch(tile.next_keys + next[j] + c);
+            for (Size c = 0; c < tile.dim; c += 32) FETCH(tile.next_keys + next[j] + c);
         #pragma GCC unroll 2
         for (int j = 0; j < TOKENS; j += 4) {
             __m512 four = _mm512_mul_ps(sums_of(sums + j), _mm512_set1_ps(scale));
@@ -382,7 +405,7 @@ template <int Q> AVX512 INLINE void add_values_avx512(const Softmax &s, const Ti
         for (Size t = 0; t < tile.count; t++) {
             __m512i v = _mm512_maskz_loadu_epi16(mask, tile.values + tile.offsets[t] + c);
             __m512 v_even = even16(v), v_odd = odd16(v);
-            __builtin_prefetch(tile.next_values + tile.next_offsets[t] + c);
+            FETCH(tile.next_values + tile.next_offsets[t] + c);
             #pragma GCC unroll 4
             for (int i = 0; i < Q; i++) {
                 __m512 weight = _mm512_set1_ps(s.weights[i][t]);
@@ -431,34 +454,37 @@ struct Way {
 };
 
 // The attention of one text, of KV heads first to last: all heads of a tile before the next one, as the cache has them.
-void attend_text(const Heads &h, const Way &way, Size text, Size first, Size last) {
+// next: the text that is this thread's next one, or this one again.
+void attend_text(const Heads &h, const Way &way, Size text, Size next_text, Size first, Size last) {
     const Size group = h.heads / h.kv_heads, parts = (group + QUERIES - 1) / QUERIES, stride = h.kv_heads * h.dim;
     const Size row = h.step->rows[text], length = h.step->lengths[text];
-    std::vector<Softmax> softmaxes((last - first) * parts);
-    std::vector<float> sums((last - first) * parts * QUERIES * way.width);
-    std::vector<BFloat16> packed(softmaxes.size() * QUERIES * ((h.dim + 7) / 8 * 8));
-    const Size packed_size = packed.size() / softmaxes.size(), sums_size = QUERIES * way.width;
+    const Size places = (last - first) * parts, sums_size = QUERIES * way.width;
+    const Size packed_size = QUERIES * ((h.dim + 7) / 8 * 8);
+    thread_local std::vector<Softmax> softmaxes;
+    thread_local std::vector<float> sums;
+    thread_local std::vector<BFloat16> packed;
+    softmaxes.resize(places), sums.assign(places * sums_size, 0), packed.resize(places * packed_size);
     auto each_part = [&](Size kv_head, auto work) {
         for (Size part = 0; part < parts; part++) {
             const Size place = (kv_head - first) * parts + part, query = kv_head * group + part * QUERIES;
             const int queries = int(std::min(Size(QUERIES), group - part * QUERIES));
-            BFloat16 *q = packed.data() + place * packed_size;
-            work(query, queries, softmaxes[place], q, sums.data() + place * sums_size);
+            work(query, queries, softmaxes[place], packed.data() + place * packed_size, sums.data() + place * sums_size);
         }
     };
     for (Size kv_head = first; kv_head < last; kv_head++)
         each_part(kv_head, [&](Size query, int queries, Softmax &s, BFloat16 *q, float *) {
             for (float &each : s.largest) each = -std::numeric_limits<float>::infinity();
+            for (float &each : s.sum) each = 0;
             way.pack(h.q + row * h.q_stride + query * h.dim, queries, h.dim, q);
         });
-    Slots slots(*h.step, text);
+    Slots slots(*h.step, text), others(*h.step, next_text);
     Size offsets[2][TILE], count = std::min(TILE, length);
     slots.next(count, stride, offsets[0]);
     for (Size base = 0, turn = 0; base < length; base += TILE, turn ^= 1) {
-        const Size next = std::max(std::min(TILE, length - base - TILE), Size(0));
-        slots.next(next, stride, offsets[turn ^ 1]);
+        const Size rest = length - base - TILE, next = std::min(TILE, rest > 0 ? rest : h.step->lengths[next_text]);
+        (rest > 0 ? slots : others).next(next, stride, offsets[turn ^ 1]);
         std::fill(offsets[turn] + count, offsets[turn] + TILE, offsets[turn][count - 1]);
-        std::fill(offsets[turn ^ 1] + next, offsets[turn ^ 1] + TILE, offsets[turn][0]);
+        std::fill(offsets[turn ^ 1] + next, offsets[turn ^ 1] + TILE, offsets[turn ^ 1][next - 1]);
         for (Size kv_head = first; kv_head < last; kv_head++) {
             const bool is_last = kv_head + 1 == last;
             const Size before = kv_head * h.dim, after = is_last ? first * h.dim : before + h.dim;
@@ -496,7 +522,7 @@ AVX2 void tile_avx2(const BFloat16 *q, int queries, const Tile &tile, float scal
 AVX512 void gated_avx512(const Gated &gated, Size begin, Size end) { gated_any(gated, begin, end); }
 AVX512 void add_avx512(const Sum &sum, Size begin, Size end) { add_any(sum, begin, end); }
 AVX512 void norm_avx512(const Norm &norm, Size begin, Size end) { norm_any(norm, begin, end); }
-AVX512 void keep_avx512(const Heads &h, Size begin, Size end) { keep_any(h, begin, end); }
+AVX512 void keep_avx512(const Heads &h, Size begin, Size end) { keep_any(h, begin, end, rotate_avx512); }
 #define AT(LEVEL, NAME) (LEVEL == 2 ? NAME##_avx512 : LEVEL == 1 ? NAME##_avx2 : NAME##_plain)
 #else
 #define AT(LEVEL, NAME) NAME##_plain
@@ -557,8 +583,9 @@ Size attend(const AttendCall &asked, Team &team) {
     // Many texts are shared out whole, few by their heads.
     const Size pieces = step->texts >= 4 * threads ? 1 : std::min(threads, kv_heads);
     share_out(team, step->texts * pieces, [&](Size i) {
-        const Size piece = i % pieces;
-        attend_text(h, way, i / pieces, kv_heads * piece / pieces, kv_heads * (piece + 1) / pieces);
+        const Size piece = i % pieces, text = i / pieces, next = (i + threads) / pieces;
+        attend_text(h, way, text, next < step->texts ? next : text, kv_heads * piece / pieces,
+                    kv_heads * (piece + 1) / pieces);
     });
     return DONE;
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tpllama.kernels import amx, cuda
-from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear, TilesLinear
+from tpllama.kernels.cpu import Int4Linear, Int8DynamicLinear, RowScaledLinear, TilesEmbedding, TilesLinear
 from tpllama.kernels.int4 import OwnInt4Linear
 from tpllama.kernels.linear import AgreeMax, DequantizingLinear, Form, PlainLinear
 from tpllama.kernels.small_m import Kind
@@ -75,19 +75,23 @@ def with_kernel(reason: str, forms: Sequence[Form], device: str, dtype: torch.dt
     return f"{'' if reason == 'as asked' else f'{reason}; '}dequantized on each call, for {slow}"
 
 
-def pack(
-    weight: Tensor, bias: Tensor | None, device: str, agree_max: AgreeMax | None = None, is_shared: bool = False
-) -> nn.Module:
-    """The packed form of a plain or neutral weight on `device`. is_shared: others use the (plain) weight as it lies.
+def pack(weight: Tensor, bias: Tensor | None, device: str, agree_max: AgreeMax | None = None) -> nn.Module:
+    """The packed form of a plain or neutral weight on `device`.
 
     agree_max: for a weight split by columns, the maximum over its ranks; dynamic activations take their range
     from the whole token then, as they would on one rank.
     """
     form, (rows, columns) = form_of(weight), weight.shape
-    if is_shared:
-        return PlainLinear.from_neutral(weight, bias, agree_max)
     chosen = choose(form, rows, columns, device, weight.dtype)
     return chosen.from_neutral(weight, bias, agree_max if form.dynamic else None)
+
+
+def tied_embedding(head: nn.Module) -> nn.Module:
+    """The embedding whose rows are those of a packed plain head, in its memory."""
+    if isinstance(head, TilesLinear):
+        return TilesEmbedding(head)
+    assert isinstance(head, PlainLinear)
+    return nn.Embedding.from_pretrained(head.weight)
 
 
 def form_of(weight: Tensor) -> Form:

@@ -20,7 +20,6 @@ constexpr Size PANEL = 32;    // outputs that are multiplied at once: two tiles,
 constexpr Size STEP = 2 * TILE;  // bytes of a panel for 64 bytes of each token
 constexpr Size BLOCK = 16;    // steps of a panel that are multiplied with all tokens before the next: 32 KiB
 constexpr Size AHEAD = 8192;  // bytes that are fetched ahead of what is read once
-constexpr Size MEANWHILE = 4; // lines that are fetched while a token's results are made
 
 struct Job {
     bool is_gated;
@@ -54,8 +53,11 @@ template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
         const Size m = tile * 16 + i;
         const Mapping q = m < job.tokens ? mapping<form_of(kind)>(job.x, m) : Mapping{1, 1, 0};
         job.token_scale[m] = q.scale;
+        const Size later = std::min(m + 1, job.tokens - 1);
         for (Size step = 0; step < job.steps; step++) {
             __m512i line = _mm512_setzero_si512();
+            const auto next = reinterpret_cast<const char *>(job.x.x + later * job.x.columns + step * step_columns(kind));
+            for (Size at = 0; at < 2 * step_columns(kind); at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
             if (m < job.tokens) line = token64<form_of(kind)>(job.x, m, step * step_columns(kind), q);
             _mm512_store_si512(tokens(job, tile, step) + i * 64, line);
         }
@@ -108,7 +110,6 @@ template <Kind kind> bool is_tiny(const Job &job) {
 // Weights that are read later, to be fetched into the second cache line by line.
 struct Fetch {
     const uint8_t *next, *end;
-    Size share;  // lines of a step
     INLINE void some(Size lines) {
         for (Size i = 0; i < lines && next < end; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
     }
@@ -118,9 +119,10 @@ struct Fetch {
 };
 
 // sums [2 tiles of outputs][T tiles of tokens] += tokens times a panel. is_once: the panel is read once, from memory.
-template <Kind kind, int T, bool is_once>
+// meanwhile(panel, quarter): called in each quarter of a step.
+template <Kind kind, int T, bool is_once, class Meanwhile>
 AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_stride, Size steps, uint8_t *sums,
-                            bool is_first, Fetch &fetch) {
+                            bool is_first, const Meanwhile &meanwhile) {
     const Size stride = 64;
     if (is_first) {
         TILE_ZERO(0); TILE_ZERO(1);
@@ -130,71 +132,108 @@ AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_strid
         if (T == 2) { TILE_LOAD_PAST(2, sums + 2 * TILE, stride); TILE_LOAD_PAST(3, sums + 3 * TILE, stride); }
     }
     for (Size step = 0; step < steps; step++, panel += STEP, x += TILE) {
-        if (is_once) fetch.up_to(panel + STEP + AHEAD);
-        else fetch.some(fetch.share);
+        meanwhile(panel, 0);
         TILE_LOAD(4, panel, stride);
         if (is_once) TILE_LOAD(6, x, stride);
         else TILE_LOAD_PAST(6, x, stride);
         ADD(0, 6, 4);
+        meanwhile(panel, 1);
         TILE_LOAD(5, panel + TILE, stride);
         ADD(1, 6, 5);
+        meanwhile(panel, 2);
         if (T == 2) {
             if (is_once) TILE_LOAD(7, x + x_stride, stride);
             else TILE_LOAD_PAST(7, x + x_stride, stride);
             ADD(2, 7, 4);
             ADD(3, 7, 5);
         }
+        meanwhile(panel, 3);
     }
     TILE_STORE(0, sums); TILE_STORE(1, sums + TILE);
     if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
 }
 
+// Token m's results of a panel, from sums [parts][pairs of tiles of tokens], each as `multiply` leaves them.
+template <Kind kind> AVX512 INLINE void finish(const Job &job, const uint8_t *sums, Size pairs, Size output, Size m) {
+    const Size row = m - job.first_tile * 16;
+    const uint8_t *own = sums + row / 16 * 2 * TILE + row % 16 * 64;
+    Values found[2];
+    for (Size part = 0; part < 1 + job.is_gated; part++, own += pairs * 4 * TILE) {
+        const __m512i low = _mm512_load_si512(own), high = _mm512_load_si512(own + TILE);
+        found[part] = scaled<kind>(job, low, high, m, row_of(job, output, part));
+    }
+    store(job, m, output, found);
+}
+
+// Up to 32 tokens by panels from one output to another. What stands in the way of memory costs time, so results of one
+// panel are made while the next is multiplied, a few in each step, and lines are fetched a few at a time: many at once
+// fill the buffers that the first cache's misses go through, too.
+template <Kind kind, int T> AVX512 void read_once(const Job &job, Size begin, Size end, uint8_t *sums) {
+    if (begin >= end) return;
+    const Size parts = 1 + job.is_gated, steps = parts * job.steps, sums_size = parts * 4 * TILE;
+    Fetch ahead[2];  // of gate and of up
+    for (Size part = 0; part < parts; part++)
+        ahead[part] = {weights(job, begin, part, 0), weights(job, up(end, PANEL), part, 0)};
+    for (Size output = begin; output < end; output += PANEL) {
+        uint8_t *own = sums + (output - begin) / PANEL % 2 * sums_size;
+        const uint8_t *last = own == sums ? sums + sums_size : sums;
+        Size m = output > begin ? 0 : job.tokens, due = 0;  // of the last panel: as many steps as these are tokens
+        for (Size part = 0; part < parts; part++) {
+            auto meanwhile = [&](const uint8_t *panel, Size quarter) AVX512 IN_PLACE {
+                ahead[part].up_to(panel + STEP * (quarter + 1) / 4 + AHEAD);
+                if (quarter < 3) return;
+                for (due += job.tokens; due >= steps; due -= steps)
+                    if (m < job.tokens) finish<kind>(job, last, 1, output - PANEL, m++);
+            };
+            multiply<kind, T, true>(weights(job, output, part, 0), tokens(job, 0, 0), job.steps * TILE, job.steps,
+                                    own + part * 4 * TILE, true, meanwhile);
+        }
+    }
+    const Size output = begin + (end - 1 - begin) / PANEL * PANEL;
+    for (Size m = 0; m < job.tokens; m++)
+        finish<kind>(job, sums + (output - begin) / PANEL % 2 * sums_size, 1, output, m);
+}
+
 // Panels from one output to another, of a thread's tokens: of some panels in turns the first block, then the next one.
-template <Kind kind, bool is_once>
-AVX512 void panels(const Job &job, Size begin, Size end, uint8_t *sums, Size turns) {
+template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end, uint8_t *sums, Size turns) {
     const Size pairs = (job.end_tile - job.first_tile + 1) / 2, parts = 1 + job.is_gated;
-    const Size block = is_once ? job.steps : BLOCK;
     auto sums_at = [&](Size output, Size part, Size pair) {
         return sums + (((output - begin) / PANEL % turns * parts + part) * pairs + pair) * 4 * TILE;
     };
-    Fetch ahead[2];  // once: of gate and of up; they go on while results are made
-    for (Size part = 0; part < parts; part++)
-        ahead[part] = {weights(job, begin, part, 0), weights(job, up(end, PANEL), part, 0), 0};
     for (Size group = begin; group < end; group += turns * PANEL) {
         const Size group_end = std::min(group + turns * PANEL, end);
-        for (Size step = 0; step < job.steps; step += block)
+        for (Size step = 0; step < job.steps; step += BLOCK)
             for (Size output = group; output < group_end; output += PANEL)
                 for (Size part = 0; part < parts; part++) {
-                    const Size count = std::min(job.steps - step, block);
+                    const Size count = std::min(job.steps - step, BLOCK);
                     // What comes next lies behind, or is up's after gate's and gate's after up's.
                     Size next = output, next_part = part + 1, next_step = step;
                     if (next_part == parts) next_part = 0, next += PANEL;
-                    if (next >= group_end) next = group, next_step += block;
+                    if (next >= group_end) next = group, next_step += BLOCK;
                     if (next_step >= job.steps) next = group_end, next_step = 0;
-                    Fetch fetch{weights(job, next, next_part, next_step), nullptr, 0};
-                    const Size lines = next < end ? std::min(job.steps - next_step, block) * STEP / 64 : 0;
-                    fetch.end = fetch.next + lines * 64, fetch.share = (lines + count * pairs - 1) / (count * pairs);
+                    const Size lines = next < end ? std::min(job.steps - next_step, BLOCK) * STEP / 64 : 0;
+                    const uint8_t *from = weights(job, next, next_part, next_step);
+                    Fetch fetch{from, from + lines * 64};
+                    const Size share = (lines + count * pairs - 1) / (count * pairs);
+                    auto meanwhile = [&](const uint8_t *, Size quarter) AVX512 IN_PLACE {
+                        if (quarter == 0) fetch.some(share);
+                    };
                     for (Size pair = 0; pair < pairs; pair++) {
                         const Size tile = job.first_tile + pair * 2;
-                        auto add = tile + 1 < job.end_tile ? multiply<kind, 2, is_once> : multiply<kind, 1, is_once>;
-                        add(weights(job, output, part, step), tokens(job, tile, step), job.steps * TILE, count,
-                            sums_at(output, part, pair), step == 0, is_once ? ahead[part] : fetch);
+                        auto add = [&](auto tiles) AVX512 IN_PLACE {
+                            multiply<kind, tiles.value, false>(weights(job, output, part, step), tokens(job, tile, step),
+                                                               job.steps * TILE, count, sums_at(output, part, pair),
+                                                               step == 0, meanwhile);
+                        };
+                        if (tile + 1 < job.end_tile) add(std::integral_constant<int, 2>{});
+                        else add(std::integral_constant<int, 1>{});
                     }
                 }
+        const Size tokens_end = std::min(job.end_tile * 16, job.tokens);
         for (Size output = group; output < group_end; output += PANEL)
-            for (Size m = job.first_tile * 16; m < std::min(job.end_tile * 16, job.tokens); m++) {
-                Values found[2];
-                for (Size part = 0; part < parts; part++) {
-                    const Size row = m - job.first_tile * 16;
-                    const uint8_t *own = sums_at(output, part, row / 32) + row % 32 / 16 * 2 * TILE + row % 16 * 64;
-                    const __m512i low = _mm512_load_si512(own), high = _mm512_load_si512(own + TILE);
-                    found[part] = scaled<kind>(job, low, high, m, row_of(job, output, part));
-                    if (is_once) ahead[part].some(MEANWHILE);
-                }
-                store(job, m, output, found);
-            }
+            for (Size m = job.first_tile * 16; m < tokens_end; m++)
+                finish<kind>(job, sums_at(output, 0, 0), pairs, output, m);
     }
-    if (job.is_large) _mm_sfence();  // before others read y
 }
 
 template <Kind kind> void run(Job job, Team &team) {
@@ -203,23 +242,26 @@ template <Kind kind> void run(Job job, Team &team) {
     const Size all = job.tokens, rounds = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + rounds - 1) / rounds, 32);
     const Size token_bytes = most / 16 * job.steps * TILE;
     const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
-    const Size own_bytes = turns * parts * most / 16 * 2 * TILE;
+    const Size own_bytes = std::max(turns, Size(2)) * parts * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
     job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
     for (Size first = 0; first < all; first += most) {
         Job round = job;
         round.tokens = std::min(most, all - first), round.tiles = (round.tokens + 15) / 16;
         round.x = job.x.from(first), round.y += first * job.outputs;
+        const Size groups = token_groups(round.tokens, token_bytes, threads), in_group = threads / groups;
         pack_all(team, round.tiles, [&](Size tile) { pack_tokens<kind>(round, tile); });
         round.is_tiny = is_tiny<kind>(round);
-        const Size groups = token_groups(round.tokens, token_bytes, threads), in_group = threads / groups;
-        const auto multiply_all = round.tiles <= 2 ? panels<kind, true> : panels<kind, false>;
         share_out(team, groups * in_group, [&](Size t) {
             const Share share = share_of(t, groups, in_group, round.tiles, job.outputs, PANEL);
             Job own = round;
             own.first_tile = share.first_tile, own.end_tile = share.end_tile;
             configure();
-            multiply_all(own, share.begin, share.end, scratch + t * own_bytes, turns);
+            uint8_t *sums = scratch + t * own_bytes;
+            if (round.tiles == 1) read_once<kind, 1>(own, share.begin, share.end, sums);
+            else if (round.tiles == 2) read_once<kind, 2>(own, share.begin, share.end, sums);
+            else by_blocks<kind>(own, share.begin, share.end, sums, turns);
+            if (job.is_large) _mm_sfence();  // before others read y
             release();
         });
     }
@@ -238,6 +280,14 @@ AVX512 void lay(const uint8_t *from, Size rows, Size row_bytes, uint8_t *to) {
             transpose(lines);
             for (Size i = 0; i < 16; i++) _mm512_store_si512(to + i * 64, lines[i]);
         }
+}
+// A row of w as it was before it was laid out.
+AVX512 void take(const uint8_t *weight, Size row, Size steps, uint8_t *to) {
+    const __m512i places = _mm512_mullo_epi32(_mm512_set1_epi32(64), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8,
+                                                                                    7, 6, 5, 4, 3, 2, 1, 0));
+    const uint8_t *from = weight + row / PANEL * steps * STEP + row % PANEL / 16 * TILE + row % 16 * 4;
+    for (Size step = 0; step < steps; step++, from += STEP)
+        _mm512_storeu_si512(to + step * 64, _mm512_i32gather_epi32(places, from, 1));
 }
 }  // namespace
 
@@ -278,6 +328,20 @@ Size lay_out(const LayOut &asked, Team &team) {
     share_out(team, (asked.rows + PANEL - 1) / PANEL, [&](Size panel) {
         const Size first = panel * PANEL;
         lay(asked.from + first * asked.row_bytes, asked.rows - first, asked.row_bytes, asked.to + panel * panel_bytes);
+    });
+    return DONE;
+}
+
+struct TakeRows {  // `_TakeRows` in tiles.py
+    Size count, steps;
+    const int64_t *numbers;  // of rows [count]
+    const uint8_t *weight;
+    uint8_t *to;             // [count, steps, 64]
+};
+
+Size take_rows(const TakeRows &asked, Team &team) {
+    share_out(team, asked.count, [&](Size i) {
+        take(asked.weight, asked.numbers[i], asked.steps, asked.to + i * asked.steps * 64);
     });
     return DONE;
 }

@@ -69,6 +69,12 @@ AVX512 INLINE void transpose(__m512i *r) {
 AVX512 INLINE __mmask32 first32(Size count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
 AVX512 INLINE __mmask64 first64(Size count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
 
+// The odd ones of 32 numbers, and the even ones.
+AVX512 INLINE __m512 upper16(__m512i x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xFFFF0000))));
+}
+AVX512 INLINE __m512 lower16(__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+
 // ---- tokens, as they are multiplied
 
 constexpr Size AT_ONCE = 512;          // tokens
@@ -106,10 +112,11 @@ template <Form form> AVX512 INLINE Mapping mapping(const Tokens &tokens, Size m)
     return form == BYTES ? symmetric<BFloat16>(wide) : asymmetric(wide);
 }
 
-AVX512 INLINE void scaled32(const BFloat16 *x, Size left, float factor, __m512 *to) {
-    __m512i words = _mm512_maskz_loadu_epi16(first32(left), x);
-    to[0] = _mm512_mul_ps(widen16(_mm512_castsi512_si256(words)), _mm512_set1_ps(factor));
-    to[1] = _mm512_mul_ps(widen16(_mm512_extracti64x4_epi64(words, 1)), _mm512_set1_ps(factor));
+// 32 of a row's columns, of which `left` are there: the even ones and the odd ones times a factor.
+struct Pair { __m512 even, odd; };
+AVX512 INLINE Pair scaled32(const BFloat16 *x, Size left, float factor) {
+    const __m512i words = _mm512_maskz_loadu_epi16(first32(left), x);
+    return {_mm512_mul_ps(lower16(words), _mm512_set1_ps(factor)), _mm512_mul_ps(upper16(words), _mm512_set1_ps(factor))};
 }
 
 // 64 bytes of token m, from column k on; zero beyond the last.
@@ -117,25 +124,26 @@ template <Form form> AVX512 INLINE __m512i token64(const Tokens &tokens, Size m,
     const BFloat16 *x = tokens.x + m * tokens.columns + k;
     const Size left = tokens.columns - k;
     if constexpr (form == AS_THEY_ARE) return _mm512_maskz_loadu_epi16(first32(left), x);
-    __m512 values[4];
-    scaled32(x, left, q.inverse, values);
     if constexpr (form == BYTES) {
-        scaled32(x + 32, left - 32, q.inverse, values + 2);
-        __m512i whole[4];
-        #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) whole[i] = _mm512_cvtps_epi32(values[i]);
-        __m512i low = _mm512_packs_epi32(whole[0], whole[1]), high = _mm512_packs_epi32(whole[2], whole[3]);
-        __m512i bytes = _mm512_packs_epi16(low, high);  // limited by saturation; fours of them out of order
-        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-        return _mm512_maskz_mov_epi8(first64(left), _mm512_permutexvar_epi32(order, bytes));
+        auto words = [&](Pair values) AVX512 IN_PLACE {  // in each quarter four even ones, then the odd ones beside them
+            return _mm512_packs_epi32(_mm512_cvtps_epi32(values.even), _mm512_cvtps_epi32(values.odd));
+        };
+        const __m512i low = words(scaled32(x, left, q.inverse)), high = words(scaled32(x + 32, left - 32, q.inverse));
+        const __m512i in_quarters = _mm512_broadcast_i32x4(
+            _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+        __m512i bytes = _mm512_shuffle_epi8(_mm512_packs_epi16(low, high), in_quarters);  // limited by saturation
+        bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bytes);
+        return _mm512_maskz_mov_epi8(first64(left), bytes);
     } else {  // the integers less their zero point: exact in bfloat16
+        const Pair values = scaled32(x, left, q.inverse);
         const __m512i zero = _mm512_set1_epi32(q.zero);
-        for (int i = 0; i < 2; i++) {
-            __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(round16(values[i])), zero);
+        auto integers = [&](__m512 value) AVX512 IN_PLACE {
+            __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(round16(value)), zero);
             whole = limited16(_mm512_cvtps_epi32(round16(_mm512_cvtepi32_ps(whole))));
-            values[i] = _mm512_cvtepi32_ps(_mm512_sub_epi32(whole, zero));
-        }
-        return _mm512_maskz_mov_epi16(first32(left), (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
+            return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(whole, zero)));  // no more than 16 bits
+        };
+        const __m512i even = _mm512_srli_epi32(integers(values.even), 16);
+        return _mm512_maskz_mov_epi16(first32(left), _mm512_or_si512(even, integers(values.odd)));
     }
 }
 
@@ -198,10 +206,6 @@ AVX512 INLINE __m512 silu16(__m512 x) {
     }
     return _mm512_castsi512_ps(rounded16(quotient));
 }
-AVX512 INLINE __m512 upper16(__m512i x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xFFFF0000))));
-}
-AVX512 INLINE __m512 lower16(__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 AVX512 INLINE __m512i gated32(__m512i gate, __m512i up) {
     __m512 even = lower16(gate), odd = upper16(gate);
     even = _mm512_mul_ps(upper16(_mm512_castps_si512(silu16(even))), lower16(up));

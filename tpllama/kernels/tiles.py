@@ -37,7 +37,7 @@ def with_tiles(name: str, *functions: str) -> ctypes.CDLL | str:
 
 def _native() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
-    return with_tiles("tiles.cpp", "linear", "lay_out")
+    return with_tiles("tiles.cpp", "linear", "lay_out", "take_rows")
 
 
 class _Linear(ctypes.Structure):
@@ -50,6 +50,12 @@ class _LayOut(ctypes.Structure):
     """`LayOut` of tiles.cpp."""
 
     _fields_ = fields("rows row_bytes", "source to")
+
+
+class _TakeRows(ctypes.Structure):
+    """`TakeRows` of tiles.cpp."""
+
+    _fields_ = fields("count steps", "numbers tiles to")
 
 
 def _compiled() -> ctypes.CDLL:
@@ -85,6 +91,16 @@ def lay_out(weight: Tensor) -> Tensor:
     tiles = weight.new_empty(-(-outputs // PANEL_OUTPUTS), -(-columns // each), 2, 16, each)
     call(_compiled().lay_out, _LayOut(outputs, columns * weight.element_size(), weight.data_ptr(), tiles.data_ptr()))
     return tiles
+
+
+def take_rows(tiles: Tensor, numbers: Tensor) -> Tensor:
+    """Rows of a weight that is laid out and whole: numbers int64 [n], below its outputs; [n, columns]."""
+    numbers = numbers.contiguous()
+    _, steps, _, _, each = tiles.shape
+    rows = tiles.new_empty(len(numbers), steps * each)
+    asked = _TakeRows(len(numbers), steps, numbers.data_ptr(), tiles.data_ptr(), rows.data_ptr())
+    call(_compiled().take_rows, asked)
+    return rows
 
 
 def linear(

@@ -11,6 +11,7 @@
 #include "../team.h"
 
 #define INLINE inline __attribute__((always_inline))
+#define IN_PLACE __attribute__((always_inline))  // of lambdas
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,f16c,fma")))
