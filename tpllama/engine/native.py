@@ -1,6 +1,7 @@
-"""Attention over the paged cache in our own C++, for models and caches in bfloat16 on the CPU.
+"""What the engine computes in our own C++, for models and caches in bfloat16 on the CPU.
 
-Of texts by kernels/fused.cpp; of prompts, where there is AMX, by kernels/prompt.cpp.
+Attention over the paged cache: of texts by kernels/fused.cpp; of prompts, where there is AMX, by kernels/prompt.cpp.
+The likeliest tokens: kernels/likeliest.cpp.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tpllama.kernels import fused
 from tpllama.kernels.fused import Spans
+from tpllama.kernels.likeliest import likeliest as likeliest
 from tpllama.kernels.prompt import Prompts
 
 if TYPE_CHECKING:

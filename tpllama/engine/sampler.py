@@ -18,6 +18,7 @@ from tpllama.engine.batch import Draw, Sampled
 from tpllama.engine.filters import is_filtered, thresholds
 from tpllama.engine.logits import edited
 from tpllama.engine.logprobs import token_logprobs
+from tpllama.engine.native import likeliest
 from tpllama.engine.noise import gumbel, key_words
 from tpllama.engine.request import NO_NUMBERS, NO_TOKEN, TokenLogprobs
 from tpllama.parallel.collectives import Ranks
@@ -47,6 +48,8 @@ class Sampler:
         """
         if not draws:
             return []
+        if all(map(is_plainly_greedy, draws)):
+            return [Sampled(token) for token in self.likeliest(logits).tolist()]
         logits = logits.float()
         tokens = self._winners(*self._best(edited(logits, draws, self.start), draws)).tolist()
         logprobs: dict[int, TokenLogprobs] = {}
@@ -75,7 +78,7 @@ class Sampler:
 
     def likeliest(self, logits: Tensor) -> Tensor:
         """What `sample` finds for plain greedy draws, int64 [n]: on the device, so that a recorded step has it."""
-        return self._winners(*_likeliest(logits.float(), ()))
+        return self._winners(*(likeliest(logits) or _likeliest(logits.float(), ())))
 
     def _winners(self, value: Tensor, column: Tensor) -> Tensor:
         """The token id of each row's largest value over the ranks, the lowest id among equals: int64 [n]."""
