@@ -153,55 +153,78 @@ AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_strid
     if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
 }
 
-// Token m's results of a panel, from sums [parts][pairs of tiles of tokens], each as `multiply` leaves them.
-template <Kind kind> AVX512 INLINE void finish(const Job &job, const uint8_t *sums, Size pairs, Size output, Size m) {
-    const Size row = m - job.first_tile * 16;
-    const uint8_t *own = sums + row / 16 * 2 * TILE + row % 16 * 64;
-    Values found[2];
-    for (Size part = 0; part < 1 + job.is_gated; part++, own += pairs * 4 * TILE) {
-        const __m512i low = _mm512_load_si512(own), high = _mm512_load_si512(own + TILE);
-        found[part] = scaled<kind>(job, low, high, m, row_of(job, output, part));
-    }
-    store(job, m, output, found);
-}
+// Results of panels, of a thread's tokens, that are made one by one while the next panels are multiplied: in a pause
+// tiles would have nothing to do, and memory nothing to fetch.
+template <Kind kind> struct Results {
+    const Job &job;
+    const uint8_t *sums;  // [panels][parts][pairs of tiles of tokens], each as `multiply` leaves them
+    Size output, end;     // of the panels: of the next result, of the last
+    Size m, due, each;    // next token; how much of a result is due, and becomes so in each step, of `whole`
+    Size whole;
 
-// Up to 32 tokens by panels from one output to another. What stands in the way of memory costs time, so results of one
-// panel are made while the next is multiplied, a few in each step, and lines are fetched a few at a time: many at once
-// fill the buffers that the first cache's misses go through, too.
+    INLINE Size first() const { return job.first_tile * 16; }
+    INLINE Size last() const { return std::min(job.end_tile * 16, job.tokens); }
+    INLINE Size panel_size() const { return (1 + job.is_gated) * pairs() * 4 * TILE; }
+    INLINE Size pairs() const { return (job.end_tile - job.first_tile + 1) / 2; }
+
+    // From now on those of panels from one output to another, within so many steps.
+    void become(const uint8_t *new_sums, Size begin, Size new_end, Size steps) {
+        sums = new_sums, output = begin, end = new_end, m = first(), due = 0, whole = steps;
+        each = (end - begin + PANEL - 1) / PANEL * (last() - first());
+    }
+    AVX512 INLINE void step() {
+        for (due += each; due >= whole; due -= whole) one();
+    }
+    AVX512 void rest() {
+        while (output < end) one();
+    }
+    AVX512 INLINE void one() {
+        if (output >= end) return;
+        const Size row = m - first();
+        const uint8_t *own = sums + row / 16 * 2 * TILE + row % 16 * 64;
+        Values found[2];
+        for (Size part = 0; part < 1 + job.is_gated; part++, own += pairs() * 4 * TILE) {
+            const __m512i low = _mm512_load_si512(own), high = _mm512_load_si512(own + TILE);
+            found[part] = scaled<kind>(job, low, high, m, row_of(job, output, part));
+        }
+        store(job, m, output, found);
+        if (++m == last()) m = first(), output += PANEL, sums += panel_size();
+    }
+};
+
+// Panels from one output to another, of up to 32 tokens. Lines are fetched a few at a time: many at once fill the
+// buffers that all that the first cache lacks goes through, and what is done meanwhile would wait for memory, too.
 template <Kind kind, int T> AVX512 void read_once(const Job &job, Size begin, Size end, uint8_t *sums) {
-    if (begin >= end) return;
-    const Size parts = 1 + job.is_gated, steps = parts * job.steps, sums_size = parts * 4 * TILE;
+    const Size parts = 1 + job.is_gated;
     Fetch ahead[2];  // of gate and of up
     for (Size part = 0; part < parts; part++)
         ahead[part] = {weights(job, begin, part, 0), weights(job, up(end, PANEL), part, 0)};
+    Results<kind> results{job};
+    results.become(sums, begin, begin, 1);
     for (Size output = begin; output < end; output += PANEL) {
-        uint8_t *own = sums + (output - begin) / PANEL % 2 * sums_size;
-        const uint8_t *last = own == sums ? sums + sums_size : sums;
-        Size m = output > begin ? 0 : job.tokens, due = 0;  // of the last panel: as many steps as these are tokens
+        uint8_t *own = sums + (output - begin) / PANEL % 2 * results.panel_size();
         for (Size part = 0; part < parts; part++) {
             auto meanwhile = [&](const uint8_t *panel, Size quarter) AVX512 IN_PLACE {
                 ahead[part].up_to(panel + STEP * (quarter + 1) / 4 + AHEAD);
-                if (quarter < 3) return;
-                for (due += job.tokens; due >= steps; due -= steps)
-                    if (m < job.tokens) finish<kind>(job, last, 1, output - PANEL, m++);
+                if (quarter == 3) results.step();
             };
             multiply<kind, T, true>(weights(job, output, part, 0), tokens(job, 0, 0), job.steps * TILE, job.steps,
                                     own + part * 4 * TILE, true, meanwhile);
         }
+        results.rest();
+        results.become(own, output, std::min(output + PANEL, end), parts * job.steps);
     }
-    const Size output = begin + (end - 1 - begin) / PANEL * PANEL;
-    for (Size m = 0; m < job.tokens; m++)
-        finish<kind>(job, sums + (output - begin) / PANEL % 2 * sums_size, 1, output, m);
+    results.rest();
 }
 
 // Panels from one output to another, of a thread's tokens: of some panels in turns the first block, then the next one.
 template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end, uint8_t *sums, Size turns) {
     const Size pairs = (job.end_tile - job.first_tile + 1) / 2, parts = 1 + job.is_gated;
-    auto sums_at = [&](Size output, Size part, Size pair) {
-        return sums + (((output - begin) / PANEL % turns * parts + part) * pairs + pair) * 4 * TILE;
-    };
+    Results<kind> results{job};
+    results.become(sums, begin, begin, 1);
     for (Size group = begin; group < end; group += turns * PANEL) {
         const Size group_end = std::min(group + turns * PANEL, end);
+        uint8_t *own = sums + (group - begin) / PANEL / turns % 2 * turns * results.panel_size();
         for (Size step = 0; step < job.steps; step += BLOCK)
             for (Size output = group; output < group_end; output += PANEL)
                 for (Size part = 0; part < parts; part++) {
@@ -217,23 +240,24 @@ template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end,
                     const Size share = (lines + count * pairs - 1) / (count * pairs);
                     auto meanwhile = [&](const uint8_t *, Size quarter) AVX512 IN_PLACE {
                         if (quarter == 0) fetch.some(share);
+                        if (quarter == 3) results.step();
                     };
                     for (Size pair = 0; pair < pairs; pair++) {
                         const Size tile = job.first_tile + pair * 2;
                         auto add = [&](auto tiles) AVX512 IN_PLACE {
-                            multiply<kind, tiles.value, false>(weights(job, output, part, step), tokens(job, tile, step),
-                                                               job.steps * TILE, count, sums_at(output, part, pair),
-                                                               step == 0, meanwhile);
+                            multiply<kind, tiles.value, false>(
+                                weights(job, output, part, step), tokens(job, tile, step), job.steps * TILE, count,
+                                own + (((output - group) / PANEL * parts + part) * pairs + pair) * 4 * TILE, step == 0,
+                                meanwhile);
                         };
                         if (tile + 1 < job.end_tile) add(std::integral_constant<int, 2>{});
                         else add(std::integral_constant<int, 1>{});
                     }
                 }
-        const Size tokens_end = std::min(job.end_tile * 16, job.tokens);
-        for (Size output = group; output < group_end; output += PANEL)
-            for (Size m = job.first_tile * 16; m < tokens_end; m++)
-                finish<kind>(job, sums_at(output, 0, 0), pairs, output, m);
+        results.rest();
+        results.become(own, group, group_end, (group_end - group + PANEL - 1) / PANEL * parts * job.steps * pairs);
     }
+    results.rest();
 }
 
 template <Kind kind> void run(Job job, Team &team) {
@@ -242,7 +266,7 @@ template <Kind kind> void run(Job job, Team &team) {
     const Size all = job.tokens, rounds = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + rounds - 1) / rounds, 32);
     const Size token_bytes = most / 16 * job.steps * TILE;
     const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
-    const Size own_bytes = std::max(turns, Size(2)) * parts * most / 16 * 2 * TILE;
+    const Size own_bytes = 2 * turns * parts * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
     job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
     for (Size first = 0; first < all; first += most) {
