@@ -33,7 +33,7 @@ using BFloat16 = uint16_t;  // its bits
 constexpr int LANES = 16;        // floats that are computed together
 constexpr Size TILE = 64;        // tokens whose scores are computed together
 constexpr int QUERIES = 4;       // query heads of a KV head that are
-constexpr Size FEW = 1 << 14;    // elements that are not worth a second thread
+constexpr Size FEW = 1 << 14;    // elements that are not worth calling a second thread
 
 INLINE float widen(BFloat16 x) {
     uint32_t bits = uint32_t(x) << 16;
@@ -528,10 +528,10 @@ AVX512 void keep_avx512(const Heads &h, Size begin, Size end) { keep_any(h, begi
 #define AT(LEVEL, NAME) NAME##_plain
 #endif
 
-// Gives each thread neighbouring rows.
+// Gives each thread neighbouring rows; of few elements, only where threads needn't be called together for it.
 template <class Work>
 void share_rows(const Work &work, void (*kernel)(const Work &, Size, Size), Size rows, Size columns, Team &team) {
-    const Size parts = std::min(team.size, rows * columns / FEW);
+    const Size parts = std::min(team.size, is_together(team) ? rows : rows * columns / FEW);
     if (parts <= 1) return by_one(team, [&] { kernel(work, 0, rows); });
     share_out(team, parts, [&](Size i) { kernel(work, rows * i / parts, rows * (i + 1) / parts); });
 }

@@ -192,6 +192,15 @@ template <Kind kind> struct Results {
     }
 };
 
+// Of up to 32 tokens no more rows than are there: tiles take as long as they have rows.
+INLINE void configure_for(Size tokens) {
+    Configuration all;
+    const uint8_t rows[2] = {uint8_t(std::min(tokens, Size(16))), uint8_t(std::max(tokens - 16, Size(1)))};
+    for (int of : {0, 1, 6}) all.rows[of] = rows[0];
+    for (int of : {2, 3, 7}) all.rows[of] = rows[1];
+    configure(all);
+}
+
 // Panels from one output to another, of up to 32 tokens. Lines are fetched a few at a time: many at once fill the
 // buffers that all that the first cache lacks goes through, and what is done meanwhile would wait for memory, too.
 template <Kind kind, int T> AVX512 void read_once(const Job &job, Size begin, Size end, uint8_t *sums) {
@@ -280,7 +289,8 @@ template <Kind kind> void run(Job job, Team &team) {
             const Share share = share_of(t, groups, in_group, round.tiles, job.outputs, PANEL);
             Job own = round;
             own.first_tile = share.first_tile, own.end_tile = share.end_tile;
-            configure();
+            if (round.tiles <= 2) configure_for(round.tokens);
+            else configure();
             uint8_t *sums = scratch + t * own_bytes;
             if (round.tiles == 1) read_once<kind, 1>(own, share.begin, share.end, sums);
             else if (round.tiles == 2) read_once<kind, 2>(own, share.begin, share.end, sums);

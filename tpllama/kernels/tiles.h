@@ -23,8 +23,7 @@ struct alignas(64) Configuration {
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-INLINE void configure() {
-    Configuration all;
+INLINE void configure(const Configuration &all = {}) {
     asm volatile("ldtilecfg %0" ::"m"(all) : "memory");
 }
 INLINE void release() { asm volatile("tilerelease" ::: "memory"); }
