@@ -45,7 +45,7 @@ def fields(sizes: str, pointers: str, reals: str = "") -> tuple[tuple[str, Any],
 class _Team(ctypes.Structure):
     """`Team` of team.h."""
 
-    _fields_ = fields("size rank turn", "arrivals")
+    _fields_ = fields("size rank turn shares", "arrivals taken")
 
 
 class _Call(ctypes.Structure):

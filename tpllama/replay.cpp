@@ -18,11 +18,12 @@ extern "C" {
 // begin with it again; else `count`.
 Size replay(const Call *calls, Size first, Size count, Size threads, Size *ended) {
     std::vector<Arrival> arrivals(threads);
+    std::vector<Taken> taken(TURNS * threads);
     std::atomic<Size> stopped{count};
     *ended = DONE;
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Team team{omp_get_num_threads(), omp_get_thread_num(), 0, arrivals.data()};
+        Team team{omp_get_num_threads(), omp_get_thread_num(), 0, 0, arrivals.data(), taken.data()};
         for (Size i = first; i < count; i++) {
             const Call &call = calls[i];
             if (!call.is_by_one) {

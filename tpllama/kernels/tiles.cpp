@@ -113,13 +113,10 @@ struct Fetch {
     INLINE void some(Size lines) {
         for (Size i = 0; i < lines && next < end; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
     }
-    INLINE void up_to(const uint8_t *place) {
-        for (; next < place; next += 64) _mm_prefetch(next, _MM_HINT_T1);
-    }
 };
 
 // sums [2 tiles of outputs][T tiles of tokens] += tokens times a panel. is_once: the panel is read once, from memory.
-// meanwhile(panel, quarter): called in each quarter of a step.
+// meanwhile(quarter): called in each quarter of a step.
 template <Kind kind, int T, bool is_once, class Meanwhile>
 AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_stride, Size steps, uint8_t *sums,
                             bool is_first, const Meanwhile &meanwhile) {
@@ -132,22 +129,22 @@ AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_strid
         if (T == 2) { TILE_LOAD_PAST(2, sums + 2 * TILE, stride); TILE_LOAD_PAST(3, sums + 3 * TILE, stride); }
     }
     for (Size step = 0; step < steps; step++, panel += STEP, x += TILE) {
-        meanwhile(panel, 0);
+        meanwhile(0);
         TILE_LOAD(4, panel, stride);
         if (is_once) TILE_LOAD(6, x, stride);
         else TILE_LOAD_PAST(6, x, stride);
         ADD(0, 6, 4);
-        meanwhile(panel, 1);
+        meanwhile(1);
         TILE_LOAD(5, panel + TILE, stride);
         ADD(1, 6, 5);
-        meanwhile(panel, 2);
+        meanwhile(2);
         if (T == 2) {
             if (is_once) TILE_LOAD(7, x + x_stride, stride);
             else TILE_LOAD_PAST(7, x + x_stride, stride);
             ADD(2, 7, 4);
             ADD(3, 7, 5);
         }
-        meanwhile(panel, 3);
+        meanwhile(3);
     }
     TILE_STORE(0, sums); TILE_STORE(1, sums + TILE);
     if (T == 2) { TILE_STORE(2, sums + 2 * TILE); TILE_STORE(3, sums + 3 * TILE); }
@@ -201,27 +198,56 @@ INLINE void configure_for(Size tokens) {
     configure(all);
 }
 
-// Panels from one output to another, of up to 32 tokens. Lines are fetched a few at a time: many at once fill the
-// buffers that all that the first cache lacks goes through, and what is done meanwhile would wait for memory, too.
-template <Kind kind, int T> AVX512 void read_once(const Job &job, Size begin, Size end, uint8_t *sums) {
-    const Size parts = 1 + job.is_gated;
-    Fetch ahead[2];  // of gate and of up
-    for (Size part = 0; part < parts; part++)
-        ahead[part] = {weights(job, begin, part, 0), weights(job, up(end, PANEL), part, 0)};
+// The panels that a thread reads once, and fetches before: of each gate's, or the only one, and up's, then the next one's.
+struct Reading {
+    const Job &job;
+    Shares &shares;
+    Size thread, output, part;
+    const uint8_t *next, *end;  // what is to be fetched of a panel
+
+    Reading(const Job &job, Shares &shares, Size thread)
+        : job(job), shares(shares), thread(thread), output(0), part(job.is_gated), next(nullptr), end(nullptr) {
+        go_on();
+    }
+    // To the next panel; output is -1 where there is none.
+    void go_on() {
+        if (output < 0) return;
+        if (++part > job.is_gated) {
+            const Size panel = shares.next(thread);
+            part = 0, output = panel < 0 ? -1 : panel * PANEL;
+        }
+        if (output >= 0) next = weights(job, output, part, 0), end = next + job.steps * STEP;
+    }
+    // A quarter of a step. Lines are fetched a few at a time: many at once fill the buffers that all that the first
+    // cache lacks goes through, and what is done meanwhile would wait for memory, too.
+    AVX512 INLINE void fetch_some() {
+        if (next == end) go_on();
+        if (output < 0) return;
+        for (Size i = 0; i < STEP / 4; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
+        next += STEP / 4;
+    }
+};
+
+// A thread's panels, of up to 32 tokens.
+template <Kind kind, int T> AVX512 void read_once(const Job &job, Shares &shares, Size thread, uint8_t *sums) {
+    Reading ahead(job, shares, thread);
     Results<kind> results{job};
-    results.become(sums, begin, begin, 1);
-    for (Size output = begin; output < end; output += PANEL) {
-        uint8_t *own = sums + (output - begin) / PANEL % 2 * results.panel_size();
+    results.become(sums, 0, 0, 1);
+    Size output = ahead.output, parts = 1 + job.is_gated;
+    for (Size bytes = 0; bytes < std::min(AHEAD, job.steps * STEP); bytes += STEP / 4) ahead.fetch_some();
+    for (Size turn = 0; output >= 0; turn ^= 1) {
+        uint8_t *own = sums + turn * results.panel_size();
         for (Size part = 0; part < parts; part++) {
-            auto meanwhile = [&](const uint8_t *panel, Size quarter) AVX512 IN_PLACE {
-                ahead[part].up_to(panel + STEP * (quarter + 1) / 4 + AHEAD);
+            auto meanwhile = [&](Size quarter) AVX512 IN_PLACE {
+                ahead.fetch_some();
                 if (quarter == 3) results.step();
             };
             multiply<kind, T, true>(weights(job, output, part, 0), tokens(job, 0, 0), job.steps * TILE, job.steps,
                                     own + part * 4 * TILE, true, meanwhile);
         }
         results.rest();
-        results.become(own, output, std::min(output + PANEL, end), parts * job.steps);
+        results.become(own, output, std::min(output + PANEL, job.outputs), parts * job.steps);
+        output = ahead.output;
     }
     results.rest();
 }
@@ -247,7 +273,7 @@ template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end,
                     const uint8_t *from = weights(job, next, next_part, next_step);
                     Fetch fetch{from, from + lines * 64};
                     const Size share = (lines + count * pairs - 1) / (count * pairs);
-                    auto meanwhile = [&](const uint8_t *, Size quarter) AVX512 IN_PLACE {
+                    auto meanwhile = [&](Size quarter) AVX512 IN_PLACE {
                         if (quarter == 0) fetch.some(share);
                         if (quarter == 3) results.step();
                     };
@@ -285,15 +311,16 @@ template <Kind kind> void run(Job job, Team &team) {
         const Size groups = token_groups(round.tokens, token_bytes, threads), in_group = threads / groups;
         pack_all(team, round.tiles, [&](Size tile) { pack_tokens<kind>(round, tile); });
         round.is_tiny = is_tiny<kind>(round);
+        Shares shares(team, (job.outputs + PANEL - 1) / PANEL);
         share_out(team, groups * in_group, [&](Size t) {
             const Share share = share_of(t, groups, in_group, round.tiles, job.outputs, PANEL);
             Job own = round;
             own.first_tile = share.first_tile, own.end_tile = share.end_tile;
+            uint8_t *sums = scratch + t * own_bytes;
             if (round.tiles <= 2) configure_for(round.tokens);
             else configure();
-            uint8_t *sums = scratch + t * own_bytes;
-            if (round.tiles == 1) read_once<kind, 1>(own, share.begin, share.end, sums);
-            else if (round.tiles == 2) read_once<kind, 2>(own, share.begin, share.end, sums);
+            if (round.tiles == 1) read_once<kind, 1>(own, shares, t, sums);
+            else if (round.tiles == 2) read_once<kind, 2>(own, shares, t, sums);
             else by_blocks<kind>(own, share.begin, share.end, sums, turns);
             if (job.is_large) _mm_sfence();  // before others read y
             release();
