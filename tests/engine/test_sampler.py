@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpllama.engine.batch import Draw, Sampled
 from tpllama.engine.noise import gumbel, key_words
-from tpllama.engine.request import NO_NUMBERS, TokenLogprobs, bit_mask
+from tpllama.engine.request import NO_NUMBERS, NO_TOKEN, TokenLogprobs, bit_mask
 from tpllama.engine.sampler import Sampler
 from tpllama.parallel.collectives import OneRank
 
@@ -344,6 +344,19 @@ def test_greedy_takes_the_lowest_id_among_equals_on_any_number_of_ranks() -> Non
     logits[0, [4, 7]] = 1
     assert tokens(logits, [GREEDY]) == [4]
     assert [results[0].token for results in sample_split(logits, [GREEDY], [2, 5])] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("borders", [[], [100], [100, 230]])
+def test_greedy_in_bfloat16_is_greedy_in_float32(borders: list[int]) -> None:
+    logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 3).to(torch.bfloat16)
+    logits[1, 7], logits[2, 250], logits[3] = math.nan, math.inf, -math.inf
+    logits[4, [90, 240]] = 100  # the first of equals
+    logits[5] = -0.0
+    logits[5, 4] = 0.0
+    expected = tokens(logits.float(), [GREEDY] * 6)
+    assert expected[1:] == [NO_NUMBERS, NO_NUMBERS, NO_TOKEN, 90, 0]
+    for results in sample_split(logits, [GREEDY._replace(top_k=3, key=(1, 2, 3))] * 6, borders):
+        assert [each.token for each in results] == expected
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])

@@ -98,6 +98,8 @@ class Planner:
         by_block: dict[int, list[tuple[int, Chunk]]] = {}
         for row, chunk in singles:
             by_block.setdefault(chunk.runs[0][0], []).append((row, chunk))
+        if len(by_block) == len(singles):
+            return [], singles
         groups, others = [], []
         for first, members in by_block.items():
             together, shared = self._most_in_common(members)

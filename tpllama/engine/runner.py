@@ -70,7 +70,9 @@ class Runner:
         ids, places, spans = torch.tensor(
             [tokens + filling, positions + filling, lengths + [1] * len(filling)], device=self.device
         )
-        select = torch.tensor([*ends, *scored], dtype=torch.int64, device=self.device)
+        selected = [*ends, *scored]
+        is_all = selected == list(range(size))
+        select = None if is_all else torch.tensor(selected, dtype=torch.int64, device=self.device)
         logits = self.model(ids, places, spans, self.cache.layers, select)
         to_draw = logits[: len(ends)]
         if len(ends) < len(drawn):

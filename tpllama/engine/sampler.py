@@ -29,6 +29,9 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 _CPU_BLOCK, _GPU_BLOCK = 2**18, 2**25
 
 _MAXIMUM_BLOCK = 128
+# Fields of a draw from `logprobs` on, where nothing but its temperature and filters counts.
+_LOGPROBS = Draw._fields.index("logprobs")
+_PLAIN = Draw()[_LOGPROBS:]
 # Each row's largest score and its column, [rows] each.
 _Best = tuple[Tensor, Tensor]
 
@@ -49,7 +52,7 @@ class Sampler:
         if not draws:
             return []
         if all(map(is_plainly_greedy, draws)):
-            return [Sampled(token) for token in self.likeliest(logits).tolist()]
+            return [Sampled(token) for token in self._likeliest_tokens(logits)]
         logits = logits.float()
         tokens = self._winners(*self._best(edited(logits, draws, self.start), draws)).tolist()
         logprobs: dict[int, TokenLogprobs] = {}
@@ -79,6 +82,18 @@ class Sampler:
     def likeliest(self, logits: Tensor) -> Tensor:
         """What `sample` finds for plain greedy draws, int64 [n]: on the device, so that a recorded step has it."""
         return self._winners(*(likeliest(logits) or _likeliest(logits.float(), ())))
+
+    def _likeliest_tokens(self, logits: Tensor) -> list[int]:
+        """The same, on the host: with one rank, without a dozen operations on a few numbers."""
+        found = likeliest(logits) if self.ranks.size == 1 else None
+        if found is None:
+            tokens: list[int] = self.likeliest(logits).tolist()
+            return tokens
+        values, columns = (each.tolist() for each in found)
+        return [
+            NO_NUMBERS if not value < math.inf else NO_TOKEN if value == -math.inf else column + self.start
+            for value, column in zip(values, columns, strict=True)
+        ]
 
     def _winners(self, value: Tensor, column: Tensor) -> Tensor:
         """The token id of each row's largest value over the ranks, the lowest id among equals: int64 [n]."""
@@ -118,7 +133,7 @@ class Sampler:
 
 def is_plainly_greedy(draw: Draw) -> bool:
     """Whether nothing but the largest logit counts, and only the token is wanted."""
-    return draw._replace(key=(0, 0, 0), top_k=0, top_p=1.0, min_p=0.0) == Draw()
+    return draw.temperature == 0 and draw[_LOGPROBS:] == _PLAIN
 
 
 def _likeliest(scores: Tensor, _draws: Sequence[Draw]) -> _Best:

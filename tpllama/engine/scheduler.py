@@ -217,7 +217,7 @@ class Scheduler:
         """Takes note of what the step gave: every request with a new token. Who gets it may end the request then."""
         for (request, chunk), result in zip(self._chunks.items(), results, strict=True):
             request.computed = chunk.stop
-            if self.policy.prefix_caching:
+            if self.policy.prefix_caching and chunk.stop % self.pool.block_size < len(chunk.tokens):  # a block is full
                 self.pool.keep(request.blocks, self._digests(request, request.computed))
             # What was computed again after a preemption was scored before.
             request.prompt_logprobs += result.scored[max(0, len(request.prompt_logprobs) - chunk.start) :]
