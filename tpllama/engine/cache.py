@@ -6,7 +6,6 @@ The place of a token is a slot: its block's number times the block size, and its
 from __future__ import annotations
 
 import math
-import mmap
 from typing import Protocol
 
 import torch
@@ -17,8 +16,9 @@ from tpllama.engine.attention_plan import Planner, spans_of
 from tpllama.engine.batch import Batch, Copy, Run
 from tpllama.engine.memory import SCALED_FORMS, CacheShape
 from tpllama.engine.native import NativeAttention
-from tpllama.kernels import fused, pages
+from tpllama.kernels import fused
 from tpllama.kernels.cpu import widen
+from tpllama.kernels.pages import new_memory
 
 _WIDENED_SLOTS = 512
 
@@ -221,11 +221,8 @@ def slots_of(runs: tuple[Run, ...], start: int, stop: int, shape: CacheShape) ->
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, which on the CPU take memory only where they are written, a huge page at a time."""
+    """Zeros, which on the CPU take memory only where they are written."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if pages.are_there():
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(new_memory(num_bytes), dtype=torch.uint8).view(dtype).view(shape)

@@ -454,7 +454,7 @@ struct Way {
 };
 
 // The attention of one text, of KV heads first to last: all heads of a tile before the next one, as the cache has them.
-// next: the text that is this thread's next one, or this one again.
+// next_text: this thread's next one, or this one again.
 void attend_text(const Heads &h, const Way &way, Size text, Size next_text, Size first, Size last) {
     const Size group = h.heads / h.kv_heads, parts = (group + QUERIES - 1) / QUERIES, stride = h.kv_heads * h.dim;
     const Size row = h.step->rows[text], length = h.step->lengths[text];

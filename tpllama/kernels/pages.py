@@ -25,6 +25,14 @@ def are_there() -> bool:
     return hasattr(mmap, "MADV_HUGEPAGE") and _SETTING.exists() and "[never]" not in _SETTING.read_text()
 
 
+def new_memory(num_bytes: int) -> mmap.mmap:
+    """Zeros, which take memory only where they are written: huge pages, where these are given."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if are_there():
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class WeightMemory:
     """Where one model's weights are placed, until its tensors are gone."""
 
@@ -57,8 +65,7 @@ class WeightMemory:
         """So many bytes, a storage by themselves."""
         if self._chunk is None or self._used + size > len(self._chunk):
             whole = (-(-max(size, _CHUNK_BYTES) // _PAGE_BYTES) + 1) * _PAGE_BYTES  # one more: it may begin within one
-            self._chunk = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._chunk.madvise(mmap.MADV_HUGEPAGE)
+            self._chunk = new_memory(whole)
             self._used = -ctypes.addressof(ctypes.c_char.from_buffer(self._chunk)) % _PAGE_BYTES
         start = self._used
         self.placed_bytes += size

@@ -48,18 +48,17 @@ INLINE const uint8_t *weights(const Job &job, Size output, Size part, Size step)
 }
 INLINE uint8_t *tokens(const Job &job, Size tile, Size step) { return job.packed + (tile * job.steps + step) * TILE; }
 
+// Rows beyond the last token stay as they are: nobody looks at what comes of them.
 template <Kind kind> AVX512 void pack_tokens(const Job &job, Size tile) {
-    for (Size i = 0; i < 16; i++) {
-        const Size m = tile * 16 + i;
-        const Mapping q = m < job.tokens ? mapping<form_of(kind)>(job.x, m) : Mapping{1, 1, 0};
+    for (Size m = tile * 16; m < std::min(tile * 16 + 16, job.tokens); m++) {
+        const Mapping q = mapping<form_of(kind)>(job.x, m);
         job.token_scale[m] = q.scale;
         const Size later = std::min(m + 1, job.tokens - 1);
         for (Size step = 0; step < job.steps; step++) {
-            __m512i line = _mm512_setzero_si512();
             const auto next = reinterpret_cast<const char *>(job.x.x + later * job.x.columns + step * step_columns(kind));
             for (Size at = 0; at < 2 * step_columns(kind); at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
-            if (m < job.tokens) line = token64<form_of(kind)>(job.x, m, step * step_columns(kind), q);
-            _mm512_store_si512(tokens(job, tile, step) + i * 64, line);
+            const __m512i line = token64<form_of(kind)>(job.x, m, step * step_columns(kind), q);
+            _mm512_store_si512(tokens(job, tile, step) + m % 16 * 64, line);
         }
     }
 }
@@ -154,10 +153,10 @@ AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_strid
 // tiles would have nothing to do, and memory nothing to fetch.
 template <Kind kind> struct Results {
     const Job &job;
-    const uint8_t *sums;  // [panels][parts][pairs of tiles of tokens], each as `multiply` leaves them
-    Size output, end;     // of the panels: of the next result, of the last
-    Size m, due, each;    // next token; how much of a result is due, and becomes so in each step, of `whole`
-    Size whole;
+    const uint8_t *sums = nullptr;  // [panels][parts][pairs of tiles of tokens], each as `multiply` leaves them
+    Size output = 0, end = 0;        // of the panels: of the next result, of the last
+    Size m = 0, due = 0, each = 0;   // next token; how much of a result is due, and becomes so in each step, of `whole`
+    Size whole = 1;
 
     INLINE Size first() const { return job.first_tile * 16; }
     INLINE Size last() const { return std::min(job.end_tile * 16, job.tokens); }
@@ -232,7 +231,6 @@ struct Reading {
 template <Kind kind, int T> AVX512 void read_once(const Job &job, Shares &shares, Size thread, uint8_t *sums) {
     Reading ahead(job, shares, thread);
     Results<kind> results{job};
-    results.become(sums, 0, 0, 1);
     Size output = ahead.output, parts = 1 + job.is_gated;
     for (Size bytes = 0; bytes < std::min(AHEAD, job.steps * STEP); bytes += STEP / 4) ahead.fetch_some();
     for (Size turn = 0; output >= 0; turn ^= 1) {
@@ -256,7 +254,6 @@ template <Kind kind, int T> AVX512 void read_once(const Job &job, Shares &shares
 template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end, uint8_t *sums, Size turns) {
     const Size pairs = (job.end_tile - job.first_tile + 1) / 2, parts = 1 + job.is_gated;
     Results<kind> results{job};
-    results.become(sums, begin, begin, 1);
     for (Size group = begin; group < end; group += turns * PANEL) {
         const Size group_end = std::min(group + turns * PANEL, end);
         uint8_t *own = sums + (group - begin) / PANEL / turns % 2 * turns * results.panel_size();
@@ -342,10 +339,11 @@ AVX512 void lay(const uint8_t *from, Size rows, Size row_bytes, uint8_t *to) {
             for (Size i = 0; i < 16; i++) _mm512_store_si512(to + i * 64, lines[i]);
         }
 }
+
 // A row of w as it was before it was laid out.
 AVX512 void take(const uint8_t *weight, Size row, Size steps, uint8_t *to) {
-    const __m512i places = _mm512_mullo_epi32(_mm512_set1_epi32(64), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8,
-                                                                                    7, 6, 5, 4, 3, 2, 1, 0));
+    const __m512i places =
+        _mm512_setr_epi32(0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960);
     const uint8_t *from = weight + row / PANEL * steps * STEP + row % PANEL / 16 * TILE + row % 16 * 4;
     for (Size step = 0; step < steps; step++, from += STEP)
         _mm512_storeu_si512(to + step * 64, _mm512_i32gather_epi32(places, from, 1));
