@@ -48,7 +48,7 @@ inline bool is_together(const Team &team) { return team.rank >= 0; }
 // part(0) to part(parts - 1), by all threads. Together, thread t does every part t modulo their number.
 template <class Part> void share_out(Team &team, Size parts, const Part &part) {
     if (!is_together(team)) {
-        #pragma omp parallel for num_threads(team.size) schedule(static, 1) if (team.size > 1 && parts > 1)
+        #pragma omp parallel for num_threads(team.size) schedule(dynamic, 1) if (team.size > 1 && parts > 1)
         for (Size i = 0; i < parts; i++) part(i);
         return;
     }

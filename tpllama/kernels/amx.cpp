@@ -353,7 +353,7 @@ template <Kind kind> AVX512 void units(const Job &job, Size begin, Size end, uin
 template <Kind kind> void run(Job job, Team &team) {
     const Size threads = team.size;
     job.steps = (job.columns + STEP - 1) / STEP;
-    const Size all = job.tokens, parts = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + parts - 1) / parts, 32);
+    const Size all = job.tokens, rounds = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + rounds - 1) / rounds, 32);
     const Size token_bytes = most / 16 * job.steps * TILE;
     const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
     const Size own_bytes = PANELS * PANEL_BYTES + turns * PANELS * most / 16 * 2 * TILE;
@@ -364,13 +364,17 @@ template <Kind kind> void run(Job job, Team &team) {
         part.tokens = std::min(most, all - first), part.tiles = (part.tokens + 15) / 16;
         part.x = job.x.from(first), part.y += first * job.outputs;
         pack_all(team, part.tiles, [&](Size tile) { pack_tokens<kind>(part, tile); });
-        const Size groups = token_groups(part.tokens, token_bytes, threads), in_group = threads / groups;
-        share_out(team, groups * in_group, [&](Size t) {
-            const Share share = share_of(t, groups, in_group, part.tiles, job.outputs, PANEL);
-            Job own = part;
-            own.first_tile = share.first_tile, own.end_tile = share.end_tile;
+        const Parts parts(token_groups(part.tokens, token_bytes, threads), threads, part.tiles, job.outputs, PANEL,
+                          std::max(turns, UNITS) * PANELS);
+        Shares shares(team, parts.count());
+        share_out(team, threads, [&](Size t) {
             configure();
-            units<kind>(own, share.begin, share.end, scratch + t * own_bytes, turns);
+            for (Size i; (i = shares.next(t)) >= 0;) {
+                const Part each = parts.at(i);
+                Job own = part;
+                own.first_tile = each.first_tile, own.end_tile = each.end_tile;
+                units<kind>(own, each.begin, each.end, scratch + t * own_bytes, turns);
+            }
             release();
         });
     }

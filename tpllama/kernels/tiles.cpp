@@ -130,16 +130,24 @@ AVX512 INLINE void multiply(const uint8_t *panel, const uint8_t *x, Size x_strid
     for (Size step = 0; step < steps; step++, panel += STEP, x += TILE) {
         meanwhile(0);
         TILE_LOAD(4, panel, stride);
-        if (is_once) TILE_LOAD(6, x, stride);
-        else TILE_LOAD_PAST(6, x, stride);
-        ADD(0, 6, 4);
-        meanwhile(1);
-        TILE_LOAD(5, panel + TILE, stride);
-        ADD(1, 6, 5);
-        meanwhile(2);
+        if constexpr (is_once) {
+            TILE_LOAD(6, x, stride);
+            ADD(0, 6, 4);
+            meanwhile(1);
+            TILE_LOAD(5, panel + TILE, stride);
+            ADD(1, 6, 5);
+            meanwhile(2);
+            if (T == 2) TILE_LOAD(7, x + x_stride, stride);
+        } else {  // all loads first: they don't wait for memory, but for tiles to be free
+            TILE_LOAD_PAST(6, x, stride);
+            meanwhile(1);
+            TILE_LOAD(5, panel + TILE, stride);
+            if (T == 2) TILE_LOAD_PAST(7, x + x_stride, stride);
+            ADD(0, 6, 4);
+            ADD(1, 6, 5);
+            meanwhile(2);
+        }
         if (T == 2) {
-            if (is_once) TILE_LOAD(7, x + x_stride, stride);
-            else TILE_LOAD_PAST(7, x + x_stride, stride);
             ADD(2, 7, 4);
             ADD(3, 7, 5);
         }
@@ -265,8 +273,8 @@ template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end,
                     Size next = output, next_part = part + 1, next_step = step;
                     if (next_part == parts) next_part = 0, next += PANEL;
                     if (next >= group_end) next = group, next_step += BLOCK;
-                    if (next_step >= job.steps) next = group_end, next_step = 0;
-                    const Size lines = next < end ? std::min(job.steps - next_step, BLOCK) * STEP / 64 : 0;
+                    if (next_step >= job.steps) next = group_end, next_step = 0;  // the next part's, most likely, after the last
+                    const Size lines = next < job.outputs ? std::min(job.steps - next_step, BLOCK) * STEP / 64 : 0;
                     const uint8_t *from = weights(job, next, next_part, next_step);
                     Fetch fetch{from, from + lines * 64};
                     const Size share = (lines + count * pairs - 1) / (count * pairs);
@@ -293,32 +301,38 @@ template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end,
 }
 
 template <Kind kind> void run(Job job, Team &team) {
-    const Size threads = team.size, parts = 1 + job.is_gated;
+    const Size threads = team.size, weights_of = 1 + job.is_gated;
     job.steps = (job.x.columns + step_columns(kind) - 1) / step_columns(kind);
     const Size all = job.tokens, rounds = (all + AT_ONCE - 1) / AT_ONCE, most = up((all + rounds - 1) / rounds, 32);
     const Size token_bytes = most / 16 * job.steps * TILE;
-    const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : UNITS;
-    const Size own_bytes = 2 * turns * parts * most / 16 * 2 * TILE;
+    const Size turns = token_bytes / token_groups(most, token_bytes, threads) <= CACHED ? 1 : 2 * UNITS;
+    const Size own_bytes = 2 * turns * weights_of * most / 16 * 2 * TILE;
     uint8_t *scratch = scratch_of_thread.at_least(token_bytes + threads * own_bytes + most * 4);
     job.packed = scratch + threads * own_bytes, job.token_scale = reinterpret_cast<float *>(job.packed + token_bytes);
     for (Size first = 0; first < all; first += most) {
         Job round = job;
         round.tokens = std::min(most, all - first), round.tiles = (round.tokens + 15) / 16;
         round.x = job.x.from(first), round.y += first * job.outputs;
-        const Size groups = token_groups(round.tokens, token_bytes, threads), in_group = threads / groups;
+        const Size groups = token_groups(round.tokens, token_bytes, threads);
         pack_all(team, round.tiles, [&](Size tile) { pack_tokens<kind>(round, tile); });
         round.is_tiny = is_tiny<kind>(round);
-        Shares shares(team, (job.outputs + PANEL - 1) / PANEL);
-        share_out(team, groups * in_group, [&](Size t) {
-            const Share share = share_of(t, groups, in_group, round.tiles, job.outputs, PANEL);
-            Job own = round;
-            own.first_tile = share.first_tile, own.end_tile = share.end_tile;
+        const bool is_once = round.tiles <= 2;
+        const Parts parts(groups, threads, round.tiles, job.outputs, PANEL, std::max(turns, UNITS));
+        Shares shares(team, is_once ? (job.outputs + PANEL - 1) / PANEL : parts.count());
+        share_out(team, threads, [&](Size t) {
             uint8_t *sums = scratch + t * own_bytes;
-            if (round.tiles <= 2) configure_for(round.tokens);
+            Job own = round;
+            own.end_tile = round.tiles;
+            if (is_once) configure_for(round.tokens);
             else configure();
             if (round.tiles == 1) read_once<kind, 1>(own, shares, t, sums);
             else if (round.tiles == 2) read_once<kind, 2>(own, shares, t, sums);
-            else by_blocks<kind>(own, share.begin, share.end, sums, turns);
+            else
+                for (Size i; (i = shares.next(t)) >= 0;) {
+                    const Part part = parts.at(i);
+                    own.first_tile = part.first_tile, own.end_tile = part.end_tile;
+                    by_blocks<kind>(own, part.begin, part.end, sums, turns);
+                }
             if (job.is_large) _mm_sfence();  // before others read y
             release();
         });
