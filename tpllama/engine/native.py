@@ -34,6 +34,8 @@ class NativeAttention:
     ) -> None:  # fmt: skip
         self._step = fused.Step(slots, texts, scale)
         self._tokens = len(slots)
+        # Rows that only fill up a step are nobody's.
+        self._is_full = self._step.texts + sum(count for _, count, _ in prompts) == self._tokens
         self._prompts = Prompts(prompts, scale)
         self._others = others
 
@@ -56,9 +58,7 @@ class NativeAttention:
         With cos_sin, q and k are rotated before: q where it is.
         """
         head_dim = keys.data.shape[-1]
-        # Rows that only fill up a step are nobody's.
-        make = torch.empty if self._step.texts == len(q) else torch.zeros
-        out = make(q.shape, dtype=q.dtype)
+        out = (torch.empty if self._is_full else torch.zeros)(q.shape, dtype=q.dtype)
         fused.attend(self._step, q, k, v, head_dim, cos_sin, keys.data, values.data, out)
         if self._prompts:
             self._prompts.attend(q, keys.data, values.data, out)

@@ -528,10 +528,10 @@ AVX512 void keep_avx512(const Heads &h, Size begin, Size end) { keep_any(h, begi
 #define AT(LEVEL, NAME) NAME##_plain
 #endif
 
-// Gives each thread neighbouring rows; of few elements, only where threads needn't be called together for it.
+// Parts of neighbouring rows, more than threads; of few elements, only where threads needn't be called together for it.
 template <class Work>
 void share_rows(const Work &work, void (*kernel)(const Work &, Size, Size), Size rows, Size columns, Team &team) {
-    const Size parts = std::min(team.size, is_together(team) ? rows : rows * columns / FEW);
+    const Size parts = is_together(team) ? std::min(team.size, rows) : std::min(rows, rows * columns / FEW);
     if (parts <= 1) return by_one(team, [&] { kernel(work, 0, rows); });
     share_out(team, parts, [&](Size i) { kernel(work, rows * i / parts, rows * (i + 1) / parts); });
 }

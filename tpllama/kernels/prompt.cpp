@@ -225,11 +225,11 @@ void attend_prompt(const Heads &h, Prompt prompt, Team &team) {
         prompt.last = std::min(prompt.first + at_once, h.kv_heads);
         const Size heads = prompt.last - prompt.first;
         share_out(team, heads * blocks, [&](Size i) { pack(h, prompt, prompt.first + i / blocks, i % blocks); });
+        Shares shares(team, heads * parts);
         share_out(team, threads, [&](Size t) {
             configure();
             Own own(scratch + t * own_bytes, prompt.width);
-            // Later rows see more keys: threads take turns.
-            for (Size i = t; i < heads * parts; i += threads)
+            for (Size i; (i = shares.next(t)) >= 0;)
                 attend_rows(h, prompt, prompt.first + i / parts, i % parts * ROWS, own);
             release();
         });
