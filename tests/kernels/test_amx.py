@@ -179,12 +179,14 @@ def test_silu_of_every_value(name: str) -> None:
         assert torch.equal(row[is_normal].view(torch.int16), expected[is_normal].view(torch.int16))
 
 
-def test_threads_share_the_outputs() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_share_tokens_and_outputs(name: str) -> None:
+    """Also where tokens are more than a core's cache holds, and results are written past it."""
     before = torch.get_num_threads()
     try:
-        for name in NAMES:
-            weight, _ = make(name, (200, 256), BFLOAT16)
-            packed, x = pack(name, weight), tokens(50, 256)
+        for outputs, columns, count in ((200, 256, 50), (1, 256, 40), (512, 2304, 530)):
+            weight, _ = make(name, (outputs, columns), BFLOAT16)
+            packed, x = pack(name, weight), tokens(count, columns)
             found = []
             for threads in (1, 2, 3, 16):
                 torch.set_num_threads(threads)

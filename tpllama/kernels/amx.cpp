@@ -202,17 +202,17 @@ AVX512 INLINE void multiply(Panel panel, const uint8_t *tokens, Size steps, uint
         TILE_ZERO(0); TILE_ZERO(1);
         if (T == 2) { TILE_ZERO(2); TILE_ZERO(3); }
     } else {
-        TILE_LOAD(0, sums, stride); TILE_LOAD(1, sums + TILE, stride);
-        if (T == 2) { TILE_LOAD(2, sums + 2 * TILE, stride); TILE_LOAD(3, sums + 3 * TILE, stride); }
+        TILE_LOAD_PAST(0, sums, stride); TILE_LOAD_PAST(1, sums + TILE, stride);
+        if (T == 2) { TILE_LOAD_PAST(2, sums + 2 * TILE, stride); TILE_LOAD_PAST(3, sums + 3 * TILE, stride); }
     }
     for (Size step = 0; step < steps; step++) {
         TILE_LOAD(4, panel.rows + step * panel.next, panel.stride);
-        TILE_LOAD(6, tokens + step * TILE, stride);
-        TILE_ADD(0, 4, 6);
+        TILE_LOAD_PAST(6, tokens + step * TILE, stride);
         TILE_LOAD(5, panel.lower + step * panel.next, panel.stride);
+        if (T == 2) TILE_LOAD_PAST(7, others + step * TILE, stride);
+        TILE_ADD(0, 4, 6);
         TILE_ADD(1, 5, 6);
         if (T == 2) {
-            TILE_LOAD(7, others + step * TILE, stride);
             TILE_ADD(2, 4, 7);
             TILE_ADD(3, 5, 7);
         }
