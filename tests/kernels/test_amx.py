@@ -179,6 +179,50 @@ def test_silu_of_every_value(name: str) -> None:
         assert torch.equal(row[is_normal].view(torch.int16), expected[is_normal].view(torch.int16))
 
 
+@pytest.mark.parametrize("name", ["none", AS_ROWS])
+@pytest.mark.parametrize("gate", [float("inf"), -float("inf"), 3e38, 81.0, -81.0, 1e-38])
+def test_silu_of_a_value_whose_neighbours_are_usual(name: str, gate: float) -> None:
+    gates = torch.ones(32, dtype=BFLOAT16)
+    gates[5] = gate
+    is_infinite = gates.isinf()
+    weight = torch.stack((gates.where(~is_infinite, gates.sign() * 1e20), torch.ones_like(gates)), 0).flatten()[:, None]
+    x = torch.full((40, 1), 1e20 if is_infinite.any() else 1).to(BFLOAT16)
+    packed: Any = pack(name, weight.contiguous())
+    with from_row(1):
+        found = own.gated(x, packed.own_weight())
+    expected = fused.silu_and_multiply(*ours(packed, x).split(32, 1))
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", ["int8dq", "int8wo"])
+def test_silu_of_the_smallest_values_and_of_zeros_of_both_signs(name: str) -> None:
+    weight, _ = make(name, (128, 96), BFLOAT16)
+    packed: Any = pack(name, weight)
+    packed.scale[:64] *= 1e-38
+    if name == "int8dq":
+        packed.least_scale *= 1e-38
+    x = tokens(40, 96)
+    with from_row(1):
+        found = own.gated(x, packed.own_weight())
+    gate, up = ours(packed, x).split(64, 1)
+    is_zero = gate == 0
+    assert (is_zero & gate.signbit()).any()
+    assert (is_zero & ~gate.signbit()).any()
+    assert torch.equal(found.view(torch.int16), fused.silu_and_multiply(gate, up).view(torch.int16))
+
+
+def test_the_smallest_outputs_of_a_token_stay_beside_a_value_that_is_no_number() -> None:
+    weight, _ = make("int8dq", (64, 64), BFLOAT16)
+    packed: Any = pack("int8dq", weight)
+    packed.scale *= 1e-36
+    packed.least_scale *= 1e-36
+    x = tokens(40, 64) * 1e-3
+    alone = ours(packed, x[:20])
+    x[38], x[39] = torch.nan, 1e30
+    assert ((alone != 0) & (alone.abs() < torch.finfo(BFLOAT16).tiny)).any()
+    assert torch.equal(ours(packed, x)[:20], alone)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_share_tokens_and_outputs(name: str) -> None:
     """Also where tokens are more than a core's cache holds, and results are written past it."""

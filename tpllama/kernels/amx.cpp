@@ -400,7 +400,8 @@ Size linear(const Linear &asked, Team &team) {
     Job job{};
     const Size columns = asked.columns, group = asked.group;
     job.is_gated = asked.is_gated, job.tokens = asked.tokens, job.columns = columns, job.outputs = asked.outputs;
-    job.x = {asked.x, columns, asked.extremes, asked.tokens}, job.weight = asked.weight, job.scale = asked.scale, job.zero = asked.zero, job.y = asked.y;
+    job.x = {asked.x, columns, asked.extremes, asked.tokens};
+    job.weight = asked.weight, job.scale = asked.scale, job.zero = asked.zero, job.y = asked.y;
     job.row_bytes = asked.kind == PLAIN ? 2 * columns : asked.kind >= INT4 ? up(columns, 128) / 2 : columns;
     job.group_shift = group ? __builtin_ctzll(group) : 5, job.groups = group ? columns / group : 0;
     job.is_large = is_large(job.y, job.tokens, job.outputs);

@@ -94,7 +94,7 @@ AVX512 INLINE void store(const Job &job, Size m, Size output, const Values *part
 }
 template <Kind kind> bool is_tiny(const Job &job) {
     float least = 1;
-    for (Size m = 0; m < job.tokens; m++) least = job.token_scale[m] >= least ? least : job.token_scale[m];  // NaN, too
+    for (Size m = 0; m < job.tokens; m++) least = job.token_scale[m] < least ? job.token_scale[m] : least;  // but NaN
     return kind == INT8 && !(least * job.least_scale >= 1.17549435e-38f);
 }
 
@@ -269,11 +269,12 @@ template <Kind kind> AVX512 void by_blocks(const Job &job, Size begin, Size end,
             for (Size output = group; output < group_end; output += PANEL)
                 for (Size part = 0; part < parts; part++) {
                     const Size count = std::min(job.steps - step, BLOCK);
-                    // What comes next lies behind, or is up's after gate's and gate's after up's.
+                    // What comes next lies behind, or is up's after gate's and gate's after up's; after the last,
+                    // most likely, the next part's.
                     Size next = output, next_part = part + 1, next_step = step;
                     if (next_part == parts) next_part = 0, next += PANEL;
                     if (next >= group_end) next = group, next_step += BLOCK;
-                    if (next_step >= job.steps) next = group_end, next_step = 0;  // the next part's, most likely, after the last
+                    if (next_step >= job.steps) next = group_end, next_step = 0;
                     const Size lines = next < job.outputs ? std::min(job.steps - next_step, BLOCK) * STEP / 64 : 0;
                     const uint8_t *from = weights(job, next, next_part, next_step);
                     Fetch fetch{from, from + lines * 64};

@@ -162,7 +162,8 @@ struct Parts {
     // Panels of a part: several, but enough parts for threads to end together.
     Parts(Size groups, Size threads, Size tiles, Size outputs, Size panel, Size most_panels)
         : groups(groups), tiles(tiles), outputs(outputs) {
-        size = std::min(std::max(outputs / panel / (PARTS_OF_THREAD * (threads / groups)), Size(1)), most_panels) * panel;
+        const Size wanted = PARTS_OF_THREAD * (threads / groups);
+        size = std::clamp(outputs / panel / wanted, Size(1), most_panels) * panel;
     }
     Size of_group() const { return (outputs + size - 1) / size; }
     Size count() const { return groups * of_group(); }
@@ -204,7 +205,7 @@ AVX512 INLINE __m512 silu16(__m512 x) {
     __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
     y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), power));
     const __mmask16 is_over = _mm512_cmp_ps_mask(minus, set(88.7228f), _CMP_GT_OQ);
-    const __mmask16 is_large = _mm512_cmp_ps_mask(minus, set(80), _CMP_NLE_UQ);  // or no number
+    const __mmask16 is_large = _mm512_cmp_ps_mask(_mm512_abs_ps(x), set(80), _CMP_NLE_UQ);  // or no number
     y = _mm512_add_ps(set(1), y);
     __m512 quotient;
     if (is_large) {
@@ -216,10 +217,11 @@ AVX512 INLINE __m512 silu16(__m512 x) {
         quotient = _mm512_mul_ps(x, inverse);
         quotient = _mm512_fmadd_ps(inverse, _mm512_fnmadd_ps(quotient, y, x), quotient);
     }
-    return _mm512_castsi512_ps(rounded16(quotient));
+    const __m512 sign = _mm512_and_ps(x, set(-0.0f));  // of zero, too
+    return _mm512_castsi512_ps(rounded16(_mm512_or_ps(quotient, sign)));
 }
-// The same for 2^-125 <= |x| <= 80: a shorter series and a nearer quotient, which for each of these x
-// round to the same bits. They are rounded to 8 bits as Veltkamp splits numbers (Dekker 1971).
+// The same for 2^-125 <= |x| <= 80: a shorter series and a quotient less near, which for each of these x round to the
+// same bits (a test compares all). Rounded to 8 bits as Veltkamp splits numbers (Dekker 1971).
 AVX512 INLINE __m512 usual_silu16(__m512 x) {
     const float series[] = {9.57038533e-3f, 5.58941327e-2f, 2.40239918e-1f, 6.93119407e-1f, 1};
     auto set = [](float value) AVX512 IN_PLACE { return _mm512_set1_ps(value); };
