@@ -205,20 +205,8 @@ AVX512 INLINE __m512 silu16(__m512 x) {
     __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
     y = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), power));
     const __mmask16 is_over = _mm512_cmp_ps_mask(minus, set(88.7228f), _CMP_GT_OQ);
-    const __mmask16 is_large = _mm512_cmp_ps_mask(_mm512_abs_ps(x), set(80), _CMP_NLE_UQ);  // or no number
-    y = _mm512_add_ps(set(1), y);
-    __m512 quotient;
-    if (is_large) {
-        y = _mm512_mask_mov_ps(y, is_over, set(std::numeric_limits<float>::infinity()));
-        quotient = _mm512_div_ps(x, _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x));
-    } else {  // a division takes three times as long
-        __m512 inverse = _mm512_rcp14_ps(y);
-        inverse = _mm512_fmadd_ps(inverse, _mm512_fnmadd_ps(y, inverse, set(1)), inverse);
-        quotient = _mm512_mul_ps(x, inverse);
-        quotient = _mm512_fmadd_ps(inverse, _mm512_fnmadd_ps(quotient, y, x), quotient);
-    }
-    const __m512 sign = _mm512_and_ps(x, set(-0.0f));  // of zero, too
-    return _mm512_castsi512_ps(rounded16(_mm512_or_ps(quotient, sign)));
+    y = _mm512_mask_mov_ps(_mm512_add_ps(set(1), y), is_over, set(std::numeric_limits<float>::infinity()));
+    return _mm512_castsi512_ps(rounded16(_mm512_div_ps(x, y)));
 }
 // The same for 2^-125 <= |x| <= 80: a shorter series and a quotient less near, which for each of these x round to the
 // same bits (a test compares all). Rounded to 8 bits as Veltkamp splits numbers (Dekker 1971).
